@@ -1,0 +1,41 @@
+"""A ring of pinned host buffers for many small uploads: one copy per batch, no allocation, checked reuse.
+
+`StagingPool` is where to begin. `staging.testing` has a simulated device for tests without a GPU.
+"""
+
+from staging.errors import (
+    CaptureError,
+    FieldError,
+    LeaseError,
+    LeaseTooLarge,
+    PinningError,
+    PoolBroken,
+    PoolClosed,
+    PoolExhausted,
+    PoolForked,
+    StagingError,
+)
+from staging.layout import Field, Layout
+from staging.lease import Lease
+from staging.pool import StagingPool
+from staging.stats import PoolStats
+from staging.upload import Upload
+
+__all__ = [
+    "CaptureError",
+    "Field",
+    "FieldError",
+    "Layout",
+    "Lease",
+    "LeaseError",
+    "LeaseTooLarge",
+    "PinningError",
+    "PoolBroken",
+    "PoolClosed",
+    "PoolExhausted",
+    "PoolForked",
+    "PoolStats",
+    "StagingError",
+    "StagingPool",
+    "Upload",
+]

@@ -1,0 +1,127 @@
+"""The seam with CUDA, through torch: the one place that knows raw stream handles and pinned memory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from staging._device import HostBuffer
+from staging.errors import PinningError, StagingError
+
+
+class CudaDevice:
+    """One CUDA device. Made for the device's own index: nothing here depends on which device is current."""
+
+    can_pin = True
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise StagingError(
+                f"a pool for {device} needs CUDA, and this torch ({torch.__version__}) sees no CUDA device; use 'cpu'"
+            )
+        if torch.version.hip is not None:
+            warnings.warn(
+                "staging has never been tried on ROCm; the replay (`python -m batching replay`) checks every byte",
+                stacklevel=4,
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if not 0 <= index < torch.cuda.device_count():
+            raise StagingError(f"there is no device cuda:{index}; this process sees {torch.cuda.device_count()}")
+        self.torch_device = torch.device("cuda", index)
+        self._index = index
+        self._raw_stream = _raw_stream_reader()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def host_buffer(self, nbytes: int, *, pinned: bool) -> HostBuffer:
+        try:
+            # Plain, writable host memory whatever default device, dtype or inference mode the caller has set; the
+            # device is made current because pinning needs a context, and should not open one on device 0.
+            with torch.cuda.device(self._index), torch.inference_mode(False):
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                array = tensor.numpy()
+                array[:] = 0  # every page is touched now, not while serving
+                really_pinned = pinned and tensor.is_pinned()
+        except (RuntimeError, TypeError) as error:
+            kind = "pinned" if pinned else "pageable"
+            raise PinningError(f"{nbytes} bytes of {kind} host (system) memory could not be had: {error}") from error
+        if pinned and not really_pinned:
+            raise PinningError(f"{nbytes} bytes of host (system) memory were asked for as pinned and came unpinned")
+        # torch's pinned allocator rounds each block up to a power of two; that is what is locked.
+        return HostBuffer(tensor, array, pinned, 1 << (nbytes - 1).bit_length() if pinned else 0)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def current_stream(self) -> int:
+        return self._raw_stream(self._index)
+
+    def capturing(self) -> bool:
+        if torch.cuda.current_device() == self._index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._index):  # the question is always asked of the current device's stream
+            return torch.cuda.is_current_stream_capturing()
+
+    def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: int) -> None:
+        # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
+        landing.copy_(source.tensor[:nbytes], non_blocking=True)
+
+    def copy_on_device(
+        self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: int
+    ) -> None:
+        rows[slice(*span)].copy_(landing[slice(*span)])
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=False)
+
+    def record(self, event: torch.cuda.Event, stream: int) -> None:
+        event.record(self._stream(stream))
+
+    def done(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def wait(self, stream: torch.cuda.Stream | int | None, event: torch.cuda.Event) -> None:
+        self._stream(stream).wait_event(event)
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream | int | None) -> None:
+        tensor.record_stream(self._stream(stream))
+
+    def broken(self) -> Exception | None:
+        # A sticky error comes back from every call into the runtime; this one changes nothing and waits for nothing.
+        try:
+            torch.cuda.mem_get_info(self._index)
+        except RuntimeError as error:
+            return error
+        return None
+
+    def now(self) -> int:
+        return time.perf_counter_ns()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _stream(self, stream: torch.cuda.Stream | int | None) -> torch.cuda.Stream:
+        """A torch stream for a raw handle, made once for each: making one costs more than recording an event."""
+        if stream is None:
+            stream = self._raw_stream(self._index)
+        if not isinstance(stream, int):
+            return stream
+        known = self._streams.get(stream)
+        if known is None:
+            if stream == 0:
+                known = torch.cuda.default_stream(self._index)
+            else:
+                known = torch.cuda.ExternalStream(stream, device=self.torch_device)
+            self._streams[stream] = known
+        return known
+
+
+def _raw_stream_reader() -> Callable[[int], int]:
+    """The current stream's raw handle by device index: torch's own fast call, or the public one if that is gone."""
+    raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is not None:
+        return raw  # type: ignore[no-any-return]
+    return lambda index: torch.cuda.current_stream(index).cuda_stream

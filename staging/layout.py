@@ -1,0 +1,337 @@
+"""Layouts: which fields are uploaded together, and where each lies once the lengths are known."""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from staging.errors import FieldError
+
+ROWS = "rows"
+"""What a per-request field counts. A record holds one request's values of these fields."""
+
+ALIGNMENT = 16
+"""Each field starts at a multiple of this many bytes: any dtype can be viewed there, and a kernel can load 16 bytes."""
+
+_MOST_PLANS = 4096
+
+_DTYPES: dict[torch.dtype, tuple[npt.DTypeLike, str]] = {
+    torch.bool: (np.bool_, "?"),
+    torch.uint8: (np.uint8, "B"),
+    torch.int8: (np.int8, "b"),
+    torch.uint16: (np.uint16, "H"),
+    torch.int16: (np.int16, "h"),
+    torch.uint32: (np.uint32, "I"),
+    torch.int32: (np.int32, "i"),
+    torch.uint64: (np.uint64, "Q"),
+    torch.int64: (np.int64, "q"),
+    torch.float16: (np.float16, "e"),
+    torch.float32: (np.float32, "f"),
+    torch.float64: (np.float64, "d"),
+}
+"""torch dtype -> (numpy dtype, struct code). bfloat16 is missing because numpy has none."""
+
+_NOT_A_COUNT = ("timeout", "layout", "self")
+
+
+@attrs.frozen
+class Field:
+    """One named column of an upload.
+
+    `name`: the key of the column, in the lease and in the upload.
+    `dtype`: its torch dtype.
+    `counts`: what its length counts, `"rows"` (requests) unless said otherwise, e.g. `"tokens"`.
+    `shape`: the shape of one entry; `(1,)` makes the device tensor `(rows, 1)`.
+
+    Raises `FieldError` for a dtype without a numpy twin and for names that cannot be used.
+    """
+
+    name: str
+    dtype: torch.dtype
+    counts: str = ROWS
+    shape: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise FieldError(f"a field's name is a non-empty string, not {self.name!r}")
+        if self.dtype not in _DTYPES:
+            known = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
+            raise FieldError(f"field {self.name!r}: {self.dtype!r} cannot be staged; use one of {known}")
+        if not isinstance(self.counts, str) or not self.counts.isidentifier() or self.counts in _NOT_A_COUNT:
+            raise FieldError(
+                f"field {self.name!r}: {self.counts!r} cannot name what it counts; use an identifier like 'rows' or 'tokens'"
+            )
+        if any(type(extent) is not int or extent < 1 for extent in self.shape):
+            raise FieldError(f"field {self.name!r}: the shape of one entry is positive integers, not {self.shape!r}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of the same bytes."""
+        return np.dtype(_DTYPES[self.dtype][0])
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry."""
+        return self.numpy_dtype.itemsize * math.prod(self.shape)
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Where one field lies in an upload: fixed by the layout and the lengths."""
+
+    field: Field
+    bit: int
+    """1 << position of the field in its layout; the lease keeps what was written as a bit mask."""
+    offset: int
+    """Bytes from the start of the slot; a multiple of ALIGNMENT."""
+    nbytes: int
+    shape: tuple[int, ...]
+    """Shape of the device tensor, (length, *field.shape)."""
+    strides: tuple[int, ...]
+    """Strides of the device tensor, in elements."""
+    numpy_dtype: np.dtype[Any]
+    element: int
+    """The offset in elements of the dtype, for `as_strided`."""
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """A layout with its lengths: every offset known, so the size is known before a slot is taken."""
+
+    layout: Layout
+    lengths: dict[str, int]
+    places: tuple[Place, ...]
+    by_name: dict[str, Place]
+    used: int
+    """Bytes of the fields themselves."""
+    total: int
+    """Bytes of the one copy: the fields and the padding between them, a multiple of ALIGNMENT."""
+    row_span: tuple[int, int] | None
+    """Bytes to give the per-row fields an allocation of their own; None where all fields are per row, or none is."""
+    all_bits: int
+    """The mask of fields that must be written before the upload (those that are not empty)."""
+
+
+class Layout:
+    """An ordered set of fields that are uploaded together.
+
+    For given lengths it fixes each field's byte offset, a multiple of 16 in the order given, and the total.
+    Layouts are immutable; two with the same fields are equal, and `a + b` joins two.
+
+        SAMPLING = Layout([Field("temperatures", torch.float32, shape=(1,)), Field("top_ks", torch.int32)])
+        record = SAMPLING.pack(temperatures=0.7, top_ks=40)   # one request's values, packed once
+
+    Raises `FieldError` for no fields, two fields of one name, or something that is no field.
+    """
+
+    __slots__ = ("_hash", "_plans", "_struct", "fields", "name", "record_dtype")
+
+    def __init__(self, fields: Iterable[Field], name: str = "") -> None:
+        self.fields: tuple[Field, ...] = tuple(fields)
+        """The fields, in the order in which they lie in a slot."""
+        self.name = name or "layout"
+        """For messages only; it does not take part in equality."""
+        if not self.fields:
+            raise FieldError(f"layout {self.name!r} has no fields; give it at least one")
+        names: set[str] = set()
+        for field in self.fields:
+            if not isinstance(field, Field):
+                raise FieldError(f"layout {self.name!r}: {field!r} is not a staging.Field")
+            if field.name in names:
+                raise FieldError(f"layout {self.name!r} has two fields named {field.name!r}; rename one")
+            names.add(field.name)
+        rows = [field for field in self.fields if field.counts == ROWS]
+        self.record_dtype: np.dtype[Any] = np.dtype(
+            [(field.name, field.numpy_dtype, field.shape) for field in rows] if rows else []
+        )
+        """The numpy dtype of one record: the per-row fields in order, packed without padding."""
+        self._struct = struct.Struct(
+            "<" + "".join(f"{math.prod(field.shape)}{_DTYPES[field.dtype][1]}" for field in rows)
+        )
+        self._plans: dict[tuple[tuple[str, int], ...], Plan] = {}
+        self._hash = hash(self.fields)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.fields == other.fields)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __add__(self, other: Layout) -> Layout:
+        return Layout(self.fields + other.fields, f"{self.name}+{other.name}")
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{f.name}: {str(f.dtype).removeprefix('torch.')} x {f.counts}" for f in self.fields)
+        return f"<Layout {self.name!r}: {fields}>"
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """What the fields count, each once, in order of first use: the lengths that a lease must be given."""
+        return tuple(dict.fromkeys(field.counts for field in self.fields))
+
+    def nbytes(self, **lengths: int) -> int:
+        """Bytes of one upload with these lengths, padding included; what `upload(out=)` must hold."""
+        return self.plan(lengths).total
+
+    def pack(self, **values: Any) -> bytes:
+        """One request's values of the per-row fields, as a record for `Lease.write_records`.
+
+        Values are Python or numpy numbers, for a field whose entries have more than one element a flat sequence.
+        Raises `FieldError`, naming field and value, for a missing or unknown field and for a value that does not fit
+        its dtype: nothing wraps and nothing turns into infinity.
+        """
+        flat: list[Any] = []
+        for field in self.fields:
+            if field.counts != ROWS:
+                continue
+            if field.name not in values:
+                raise FieldError(f"layout {self.name!r}: a record needs a value for {field.name!r}")
+            value = values.pop(field.name)
+            elements = math.prod(field.shape)
+            parts = list(value) if elements > 1 else [value]
+            if len(parts) != elements:
+                raise FieldError(
+                    f"layout {self.name!r}, field {field.name!r}: an entry has {elements} elements, got {len(parts)}"
+                )
+            flat.extend(number(part, field) for part in parts)
+        if values:
+            unknown = next(iter(values))
+            raise FieldError(f"layout {self.name!r} has no per-row field {unknown!r}")
+        return self._struct.pack(*flat)
+
+    def join(self, records: Sequence[bytes]) -> npt.NDArray[Any]:
+        """Records of this layout as one read-only structured array of `record_dtype`, in order.
+
+        Raises `FieldError` when the bytes are not a whole number of records, one for each item.
+        """
+        joined = b"".join(records)
+        size = self.record_dtype.itemsize
+        if len(joined) != size * len(records):
+            raise FieldError(
+                f"layout {self.name!r}: {len(records)} records of {size} bytes expected, got {len(joined)} bytes; "
+                f"make records with this layout's pack()"
+            )
+        return np.frombuffer(joined, dtype=self.record_dtype) if joined else np.zeros(0, self.record_dtype)
+
+    def plan(self, lengths: Mapping[str, int]) -> Plan:
+        """Every offset for these lengths; looked up when the same lengths were planned before.
+
+        Raises `FieldError` for a missing, unknown, negative or non-integer length.
+        """
+        key = tuple(lengths.items())
+        try:
+            return self._plans[key]
+        except (KeyError, TypeError):  # TypeError: an unhashable length, which _make_plan names
+            plan = self._make_plan(lengths)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()  # lengths never repeat in this traffic; start over rather than grow for ever
+        self._plans[key] = plan
+        return plan
+
+    def _make_plan(self, lengths: Mapping[str, int]) -> Plan:
+        counted: dict[str, int] = {}
+        for count in self.counts:
+            if count not in lengths:
+                raise FieldError(f"layout {self.name!r} needs the length of {count!r}: lease(layout, {count}=…)")
+            counted[count] = _length(lengths[count], count, self.name)
+        for count in lengths:
+            if count not in counted:
+                raise FieldError(f"layout {self.name!r} counts {', '.join(self.counts)}, not {count!r}")
+        places: list[Place] = []
+        offset = used = 0
+        for position, field in enumerate(self.fields):
+            length = counted[field.counts]
+            nbytes = length * field.entry_bytes
+            shape = (length, *field.shape)
+            strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            element = offset // field.numpy_dtype.itemsize
+            places.append(
+                Place(field, 1 << position, offset, nbytes, shape, strides, field.numpy_dtype, element)
+            )
+            used += nbytes
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        rows = [place for place in places if place.field.counts == ROWS and place.nbytes]
+        others = any(place.nbytes for place in places if place.field.counts != ROWS)
+        span = (rows[0].offset, max(p.offset + p.nbytes for p in rows)) if rows and others else None
+        return Plan(
+            layout=self,
+            lengths=counted,
+            places=tuple(places),
+            by_name={place.field.name: place for place in places},
+            used=used,
+            total=offset,
+            row_span=span and (span[0], -(-span[1] // ALIGNMENT) * ALIGNMENT),
+            all_bits=sum(place.bit for place in places if place.nbytes),
+        )
+
+
+def number(value: object, field: Field) -> int | float | bool:
+    """`value` as the Python number that `field` can hold exactly (floats: after rounding); else `FieldError`.
+
+    Booleans are not integers. numpy scalars and 0-d CPU tensors are numbers; a 0-d tensor on a device is refused,
+    since reading it would wait for the device.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise FieldError(f"field {field.name!r}: {value.device} tensor; reading it would wait for the device")
+        if value.ndim:
+            raise FieldError(f"field {field.name!r}: one number expected, got a tensor of shape {tuple(value.shape)}")
+        value = value.item()
+    elif isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    dtype = field.numpy_dtype
+    if dtype.kind == "b":
+        if isinstance(value, (bool, np.bool_)):
+            return bool(value)
+        raise FieldError(f"field {field.name!r} is boolean, got {shown(value)}")
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise FieldError(f"field {field.name!r} needs a number for {field.dtype}, got {shown(value)}")
+    if dtype.kind in "iu":
+        if isinstance(value, (float, np.floating)):
+            raise FieldError(f"field {field.name!r} is {field.dtype}, got the float {shown(value)}")
+        bounds = np.iinfo(dtype)
+        if not bounds.min <= int(value) <= bounds.max:
+            raise FieldError(
+                f"field {field.name!r}: {shown(value)} does not fit {field.dtype} ({bounds.min} to {bounds.max})"
+            )
+        return int(value)
+    try:
+        as_float = float(value)
+    except OverflowError:
+        as_float = math.inf
+    fits = math.isfinite(as_float) or (isinstance(value, (float, np.floating)) and not math.isfinite(value))
+    if fits and math.isfinite(as_float):
+        with np.errstate(over="ignore"):
+            fits = bool(np.isfinite(dtype.type(as_float)))
+    if not fits:
+        raise FieldError(f"field {field.name!r}: {shown(value)} is too large for {field.dtype}")
+    return as_float
+
+
+def shown(value: object) -> str:
+    """`repr(value)` with its type, short enough for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a value without repr"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _length(value: object, count: str, layout: str) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise FieldError(f"layout {layout!r}: the length {count}={value!r} is a boolean, not an integer")
+    try:
+        length = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise FieldError(f"layout {layout!r}: the length {count}={shown(value)} is not an integer") from None
+    if length < 0:
+        raise FieldError(f"layout {layout!r}: the length {count}={length} is negative")
+    return length

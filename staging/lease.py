@@ -1,0 +1,163 @@
+"""Leases: the right to fill one slot, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from staging._fill import write_column
+from staging._slots import Slot
+from staging.errors import FieldError, LeaseError
+from staging.layout import ROWS, Layout, Place, Plan
+from staging.upload import Upload
+
+if TYPE_CHECKING:
+    from staging.pool import StagingPool
+
+
+class Lease:
+    """The right to fill one slot. Write-only; it ends at `upload()` or `discard()` and cannot be used after.
+
+    In order: write every field (`lease[name] = values`, or `write_records` for the per-row ones), then `upload()`
+    once. As a context manager it is discarded at the end of the block unless it was uploaded in it.
+
+    A lease belongs to one thread at a time. There is no way to look at the slot's memory: a numpy or torch view
+    could not be taken back when the slot moves on.
+    """
+
+    __slots__ = ("__weakref__", "_generation", "_plan", "_pool", "_slot", "_written")
+
+    def __init__(self, pool: StagingPool, slot: Slot, plan: Plan) -> None:
+        self._pool = pool
+        self._slot = slot
+        self._plan = plan
+        self._generation = slot.generation
+        self._written = 0
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that was leased."""
+        return self._plan.layout
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths it was leased with, by what is counted."""
+        return dict(self._plan.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `upload()` copies, padding included."""
+        return self._plan.total
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be written and uploaded."""
+        return self._generation == self._slot.generation
+
+    def __repr__(self) -> str:
+        where = f"slot {self._slot.index}, generation {self._generation}" if self._plan.total else "no slot"
+        lengths = ", ".join(f"{length} {count}" for count, length in self._plan.lengths.items())
+        return f"<Lease of {self.layout.name!r}: {lengths}, {where}, {'open' if self.is_open else 'ended'}>"
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        """Write one field: a list, tuple, numpy array or CPU tensor as long as the field, or one number for all.
+
+        The values are copied now. Raises `FieldError`, naming field, row and value, for what does not fit exactly
+        (booleans are not integers, nothing wraps); the field then counts as unwritten. `LeaseError` after the end.
+        """
+        place = self._plan.by_name.get(name) if isinstance(name, str) else None
+        if place is None:
+            raise FieldError(
+                f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
+                f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
+            )
+        self._check_open("write")
+        self._written &= ~place.bit
+        write_column(self._column(place), values, place)
+        self._written |= place.bit
+
+    def write_records(self, records: Sequence[bytes] | npt.NDArray[Any], layout: Layout | None = None) -> None:
+        """Write the per-row fields of `layout` (default: the lease's own) from records, one for each row, in order.
+
+        `records` are bytes made by `layout.pack`, or what `layout.join` made of them. Every per-row field of
+        `layout` must be a field of the leased layout with the same dtype and shape. Raises `FieldError` for a
+        mismatch, `LeaseError` after the end.
+        """
+        layout = self.layout if layout is None else layout
+        self._check_open("write")
+        table = records if isinstance(records, np.ndarray) else layout.join(records)
+        if table.dtype != layout.record_dtype:
+            raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
+        rows = self._plan.lengths.get(ROWS, 0)
+        if table.shape != (rows,):
+            raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got {len(table)} records")
+        for field in layout.fields:
+            if field.counts != ROWS:
+                continue
+            place = self._plan.by_name.get(field.name)
+            if place is None or place.field != field:
+                raise FieldError(f"layout {self.layout.name!r} has no field like {field!r} to write records to")
+            self._column(place)[...] = table[field.name]
+            self._written |= place.bit
+
+    def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:
+        """Queue the one copy on the stream that is current now, and give up the slot; returns the device tensors.
+
+        Without `out` the tensors are views of one fresh allocation that the caller owns. With `out`, a contiguous
+        one-dimensional uint8 tensor on the pool's device of at least `nbytes`, they are views of it, at addresses that
+        stay the same from upload to upload; the copy then first waits, on the device, for the event `after` if one
+        is given: whoever still reads `out` on another stream is the caller's to name.
+
+        The slot is handed out again only after the event recorded behind the copy has passed.
+
+        Raises `LeaseError` when the lease has ended or a field is unwritten, `FieldError` for an unsuitable `out`,
+        `CaptureError` while a graph is being captured on the current stream (in these cases nothing was queued and
+        the lease stays as it was), or the device's own error, after which the slot is quarantined.
+        """
+        return self._pool._upload(self, out, after)
+
+    def discard(self) -> None:
+        """Give the slot back without an upload. Discarding an ended lease does nothing."""
+        self._pool._discard(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def __copy__(self) -> Lease:
+        raise LeaseError(f"{self!r} cannot be copied: it is the only right to its slot")
+
+    def __reduce__(self) -> str:
+        raise LeaseError(f"{self!r} cannot be copied or pickled: it is the only right to its slot")
+
+    def __del__(self) -> None:
+        # Nothing but an append: a finaliser may run in any thread at any point, also with the pool's lock held.
+        try:
+            slot = self._slot
+            if slot.generation == self._generation:
+                self._pool._dropped.append((slot, self._generation))
+        except AttributeError:
+            pass  # __init__ never ran to its end, or the interpreter is going away
+
+    def _check_open(self, wish: str) -> None:
+        slot = self._slot
+        if slot.generation != self._generation:
+            raise LeaseError(
+                f"cannot {wish}: {self!r} has ended, the slot is at generation {slot.generation} now and may belong "
+                f"to somebody else; take a new lease from {self._pool!r}"
+            )
+
+    def _column(self, place: Place) -> npt.NDArray[Any]:
+        buffer = self._slot.buffer
+        if buffer is None:
+            return np.empty(place.shape, place.numpy_dtype)  # a lease of zero bytes: values are checked all the same
+        return np.ndarray(place.shape, place.numpy_dtype, buffer.array, place.offset)

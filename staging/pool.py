@@ -1,0 +1,710 @@
+"""`StagingPool`: a ring of host buffers pinned once, handed out per batch, sent with one copy, reused when it is safe.
+
+Note: why a slot cannot be rewritten early
+------------------------------------------
+An asynchronous copy reads its pinned source when it RUNS, not when it is queued. So the event is recorded on the
+stream that carried the copy, right behind it, and a slot leaves "in flight" only when that event has passed. The
+stream is read once per upload, at the upload: copy and record cannot end up on different streams.
+
+A CUDA event that was never recorded reports "done". So no decision rests on the event of a slot whose copy or record
+failed: such a slot is quarantined, and gets a new event, recorded on the same stream behind whatever was queued,
+before anybody asks again.
+
+All state changes happen under the pool's lock, in the methods marked so. What takes long (making host memory,
+waiting, the copy) happens outside it, on a slot that the lock has already reserved. The only wait is polling with
+growing sleeps: waiting for an event has no deadline, and spins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from types import TracebackType
+from typing import Any, cast
+
+import attrs
+import torch
+
+from staging._device import Device, HostBuffer, Memory, open_device
+from staging._slots import Slot, State
+from staging.errors import (
+    CaptureError,
+    FieldError,
+    LeaseError,
+    LeaseTooLarge,
+    PinningError,
+    PoolBroken,
+    PoolClosed,
+    PoolExhausted,
+    PoolForked,
+    StagingError,
+)
+from staging.layout import ALIGNMENT, Field, Layout, Plan
+from staging.lease import Lease
+from staging.stats import Counters, PoolStats
+from staging.upload import Upload
+
+log = logging.getLogger("staging")
+
+_FIRST_PAUSE = 20e-6
+_LONGEST_PAUSE = 1e-3
+_WARM = Layout([Field("warm", torch.uint8)], "warm-up")
+
+_names = itertools.count()
+_pools: weakref.WeakSet[StagingPool] = weakref.WeakSet()
+_orphans: deque[tuple[Device, list[Slot]]] = deque()
+"""Slots of pools that were collected without close(); kept until their copies are done."""
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "the pool's"
+
+
+_POOLS_TIMEOUT = _Unset()
+
+
+class StagingPool:
+    """A ring of pinned host buffers ("slots"), one leased for each batch that is built.
+
+    In order: take a lease, write its fields, upload once. The slot is then in flight, and free again when the event
+    behind its copy has passed. In the steady state a batch costs one copy, one event record and no host allocation.
+
+        pool = StagingPool("cuda")
+        with pool.lease(layout, rows=3) as lease:
+            lease["temperatures"] = [0.7, 1.0, 0.6]
+            upload = lease.upload()
+        upload["temperatures"]        # a float32 tensor on the device
+
+    Arguments:
+        device: a torch device, its index, or a device of `staging.testing`. `"cuda"` is the current CUDA device.
+            "cpu" works the same way without pinning and never touches CUDA.
+        slots: host buffers made now. Depth rule: leases per iteration x (steps in flight + 1).
+        max_slots: how far the ring may grow when all are busy; twice `slots` when not given.
+        slot_bytes: bytes of each buffer to start with, rounded up to a power of two.
+        max_bytes: the largest buffer that one slot may be enlarged to, and so the largest upload; what can be locked
+            is at most `max_slots * max_bytes`.
+        timeout: seconds a lease waits when all slots are busy and the ring cannot grow; 0 never waits, None for ever.
+        memory: "pinned" or an error; "pageable"; or "auto", pinned where it can be had, else pageable with one warning.
+        debug: also remember where each open lease was asked for, for messages. None reads STAGING_DEBUG.
+        name: for messages and metrics.
+
+    Thread-safe: any number of threads may lease from one pool. Raises `StagingError` for a device of an untried kind,
+    `PinningError` where host memory cannot be had, `ValueError` for arguments that contradict each other.
+    """
+
+    def __init__(
+        self,
+        device: str | int | torch.device | Device = "cuda",
+        *,
+        slots: int = 4,
+        max_slots: int | None = None,
+        slot_bytes: int = 256 * 1024,
+        max_bytes: int = 64 * 1024 * 1024,
+        timeout: float | None = 10.0,
+        memory: Memory = "auto",
+        debug: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        max_slots = 2 * slots if max_slots is None else max_slots
+        _check_arguments(slots, max_slots, slot_bytes, max_bytes, timeout, memory)
+        self.name = f"staging-{next(_names)}" if name is None else name
+        """The pool's name in messages and metrics."""
+        self.max_slots = max_slots
+        self.max_bytes = max_bytes
+        self.timeout = timeout
+        self.debug = os.environ.get("STAGING_DEBUG", "") not in ("", "0") if debug is None else debug
+        self._slot_bytes = _power_of_two(max(slot_bytes, ALIGNMENT))
+        self._device = open_device(device)
+        self._lock = threading.Lock()
+        # The mutable state, all of it changed under the lock. Slots are in order of last use, the oldest first.
+        self._slots: list[Slot] = []
+        self._queue: deque[object] = deque()
+        self._counters = Counters()
+        self._may_grow = True
+        self._refusal: StagingError | None = None
+        """Why every lease fails, once it does: closed, broken or forked."""
+        self._dropped: deque[tuple[Slot, int]] = deque()
+        """Leases collected while open: appended by finalisers without the lock, drained by the next lease."""
+        self._numbers = itertools.count()
+        self._pinned = memory != "pageable" and self._device.can_pin
+        if memory == "pinned" and not self._pinned:
+            raise PinningError(f"pool {self.name!r}: a pool for {self.device} has nothing to pin; use memory='auto'")
+        self._make_first_slots(slots, memory)
+        _pools.add(self)
+
+    # ------------------------------------------------------------------ what users call
+
+    @property
+    def device(self) -> torch.device:
+        """Where uploads land, index resolved."""
+        return self._device.torch_device
+
+    @property
+    def memory(self) -> str:
+        """The kind of host memory in use: "pinned" or "pageable"."""
+        return "pinned" if self._pinned else "pageable"
+
+    def lease(self, layout: Layout, /, *, timeout: float | None | _Unset = _POOLS_TIMEOUT, **lengths: int) -> Lease:
+        """Lease a slot for `layout` with these lengths, e.g. `pool.lease(layout, rows=3)`.
+
+        In this order: a slot that is free or whose copy is done; a new slot, up to `max_slots`; waiting up to
+        `timeout` seconds (default: the pool's); `PoolExhausted`. A free slot that is too small gets a larger buffer
+        first. Lengths that are all zero need no slot: the lease's upload makes typed tensors of length 0, no copy.
+
+        Raises `FieldError` for unsuitable lengths, `LeaseTooLarge` beyond `max_bytes`, `CaptureError` while a graph
+        is being captured on the current stream, `PinningError` when a larger buffer cannot be had, and `PoolClosed`,
+        `PoolBroken` or `PoolForked` when the pool is of no use any more. In each case no slot is taken.
+        """
+        try:
+            plan = layout.plan(lengths)
+            if self._refusal is not None:
+                raise self._refused()
+            if plan.total > self.max_bytes:
+                raise LeaseTooLarge(
+                    f"{layout!r} with {_lengths(plan)} needs {plan.total} bytes, {self!r} allows {self.max_bytes} in "
+                    f"one upload; build smaller batches, or the pool with a larger max_bytes"
+                )
+            if not plan.total:
+                return self._empty_lease(plan)
+            if self._device.capturing():
+                raise CaptureError(_capture_message(f"lease from {self!r}"))
+            with self._lock:
+                slot = self._choose(plan.total)
+                if slot is not None and slot.capacity >= plan.total:
+                    self._counters.leases_ready += 1
+                    return Lease(self, slot, plan)
+            slot = self._obtain(slot, plan, self.timeout if isinstance(timeout, _Unset) else timeout)
+            return Lease(self, slot, plan)
+        except BaseException as error:
+            with self._lock:
+                if isinstance(error, PoolExhausted):
+                    self._counters.leases_timed_out += 1
+                else:
+                    self._counters.leases_refused += 1
+                self._note_if_broken(error)
+            raise
+
+    def stats(self) -> PoolStats:
+        """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing."""
+        with self._lock:
+            return PoolStats(
+                **attrs.asdict(self._counters),
+                slots=len(self._slots),
+                free=self._count(State.FREE),
+                filling=self._count(State.FILLING),
+                in_flight=self._count(State.IN_FLIGHT),
+                quarantined=self._count(State.QUARANTINED),
+                waiting=len(self._queue),
+                pinned_bytes=sum(s.buffer.locked_bytes for s in self._slots if s.buffer is not None),
+                host_bytes=sum(slot.capacity for slot in self._slots),
+            )
+
+    def warm(self, slots: int | None = None) -> None:
+        """Pay first-use costs before serving: make the ring `slots` deep (default: as it is), send a copy from each.
+
+        Its leases and uploads are counted like any others. Raises `ValueError` beyond `max_slots`.
+        """
+        wanted = len(self._slots) if slots is None else slots
+        if not 1 <= wanted <= self.max_slots:
+            raise ValueError(f"{self!r}: warm({slots}) is not within 1 and max_slots={self.max_slots}")
+        leases = [self.lease(_WARM, rows=1) for _ in range(wanted)]
+        for lease in leases:
+            lease["warm"] = 0
+            lease.upload()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Refuse new leases, wait for open leases and copies up to `timeout` seconds (None: the pool's), free the ring.
+
+        Slots that are still in flight or quarantined at the deadline are leaked rather than freed under a running
+        copy, with a warning in the log; leases still open are ended. Leases held by the calling thread are not
+        waited for. Closing twice does nothing. Does not raise for what it cannot free.
+        """
+        with self._lock:
+            if self._refusal is not None:
+                return
+            self._refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
+        timeout = self.timeout if timeout is None else timeout
+        deadline = None if timeout is None else self._device.now() + int(timeout * 1e9)
+        pause = _FIRST_PAUSE
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                self._drain_dropped()
+                for slot in list(self._slots):
+                    if slot.state is not State.FILLING:
+                        self._settle(slot)
+                busy = [slot for slot in self._slots if slot.state is not State.FREE]
+                if all(slot.state is State.FILLING and slot.holder == me for slot in busy) or (
+                    deadline is not None and self._device.now() >= deadline
+                ):
+                    self._slots = []
+                    for slot in busy:
+                        if slot.state is State.FILLING:
+                            slot.generation += 1  # ends a lease that is still open
+                    break
+            self._device.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+        unsafe = [slot for slot in busy if slot.state is not State.FILLING or slot.holder != me]
+        if unsafe:
+            _leak(unsafe)
+            log.warning(
+                "pool %r closed with %d slots still in use: leaked %d bytes rather than free them under a copy",
+                self.name,
+                len(unsafe),
+                sum(slot.capacity for slot in unsafe),
+            )
+
+    def __enter__(self) -> StagingPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{self._count(state)} {state.value}" for state in State)
+        end = f", {_END[type(self._refusal)]}" if self._refusal is not None else ""
+        return f"<StagingPool {self.name!r} {self.device} {self.memory}: {len(self._slots)} slots ({states}){end}>"
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"{self!r} cannot be pickled or copied: its memory and events belong to this process")
+
+    def __del__(self) -> None:
+        # No lock, no CUDA, no logging: a finaliser may run anywhere. The slots wait in a deque for another pool's
+        # lease to see their copies done; without one they stay for the life of the process.
+        try:
+            slots, refusal = self._slots, self._refusal
+        except AttributeError:
+            return  # __init__ never ran to its end
+        if slots and refusal is None:
+            _orphans.append((self._device, slots))
+            if not sys.is_finalizing():
+                warnings.warn(f"staging pool {self.name!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+
+    # ------------------------------------------------------------------ handing out, under the lock
+
+    def _choose(self, need: int, ticket: object = None) -> Slot | None:
+        """Reserve a slot, or None. The one place where a slot begins to be filled. Under the lock.
+
+        A slot that holds `need` bytes comes first; one that is too small, or new, is returned to be enlarged.
+        `ticket` is the caller's place in the queue, when it has waited before.
+        """
+        if self._dropped or _orphans:
+            self._drain_dropped()
+        if self._refusal is not None:
+            raise self._refused()
+        if self._queue and self._queue[0] is not ticket:
+            return None  # others wait already; whoever comes first is served first
+        small: Slot | None = None
+        for slot in self._slots:
+            if slot.state is State.FREE:
+                if slot.capacity >= need:
+                    return self._reserve(slot)
+                small = small or slot
+        for slot in list(self._slots):  # oldest upload first; one stuck event does not hold up the others
+            if slot.state is not State.IN_FLIGHT:
+                continue
+            if self._settle(slot):
+                if slot.capacity >= need:
+                    return self._reserve(slot)
+                small = small or slot
+            elif ticket is None:  # polls while waiting are not counted again
+                self._counters.met_in_flight += 1
+        if small is not None:
+            return self._reserve(small)
+        for slot in list(self._slots):
+            if slot.state is State.QUARANTINED and self._settle(slot):
+                return self._reserve(slot)
+        if self._may_grow and len(self._slots) < self.max_slots:
+            slot = Slot(next(self._numbers), self._device.new_event())
+            self._slots.append(slot)
+            return self._reserve(slot)
+        return None
+
+    def _reserve(self, slot: Slot) -> Slot:
+        slot.state = State.FILLING
+        slot.generation += 1
+        slot.holder = threading.get_ident()
+        slot.since = self._device.now()
+        if self.debug:
+            slot.site = _call_site()
+        return slot
+
+    def _settle(self, slot: Slot) -> bool:
+        """Look once at a slot that is not leased: whether it is free now. Under the lock.
+
+        In flight: ask its event. Quarantined: record a new event behind whatever was queued on its stream, which
+        turns the unknown into something that can be asked.
+        """
+        try:
+            if slot.state is State.QUARANTINED:
+                slot.event = self._device.new_event()
+                self._device.record(slot.event, slot.stream)
+                slot.state = State.IN_FLIGHT
+                self._counters.heals += 1
+            if slot.state is State.IN_FLIGHT:
+                if not self._device.done(slot.event):
+                    return False
+                slot.state = State.FREE
+                slot.since = self._device.now()
+        except Exception as error:
+            if slot.state is State.IN_FLIGHT:  # the answer is unknown, so the slot is
+                slot.state = State.QUARANTINED
+                self._counters.quarantines += 1
+            self._note_if_broken(error)
+            if self._refusal is not None:
+                raise self._refused() from error
+        return slot.state is State.FREE
+
+    def _drain_dropped(self) -> None:
+        while self._dropped:
+            slot, generation = self._dropped.popleft()
+            if slot.generation == generation:
+                slot.generation += 1
+                slot.state = State.FREE
+                self._counters.dropped += slot.buffer is not None
+        _reap_orphans()
+
+    def _count(self, state: State) -> int:
+        return sum(slot.state is state for slot in self._slots)
+
+    # ------------------------------------------------------------------ growing and waiting, outside the lock
+
+    def _obtain(self, slot: Slot | None, plan: Plan, timeout: float | None) -> Slot:
+        """A slot of at least `plan.total` bytes, by growing, enlarging or waiting. `slot`: what was reserved, if any."""
+        ticket = object()
+        start = self._device.now()
+        deadline = None if timeout is None else start + int(timeout * 1e9)
+        pause = _FIRST_PAUSE
+        waited = grown = False
+        try:
+            while True:
+                if slot is not None:
+                    grown = slot.buffer is None
+                    if slot.capacity >= plan.total or self._enlarge(slot, plan.total):
+                        break
+                with self._lock:
+                    self._check_not_stuck(plan)
+                    if not waited:
+                        self._queue.append(ticket)
+                        waited = True
+                if deadline is not None and self._device.now() >= deadline:
+                    raise PoolExhausted(self._exhausted(f"no slot came free within {timeout:g} s", plan))
+                self._device.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                with self._lock:
+                    slot = self._choose(plan.total, ticket)
+        finally:
+            if waited:
+                with self._lock:
+                    self._queue.remove(ticket)
+                    took = self._device.now() - start
+                    self._counters.wait_ns += took
+                    self._counters.wait_ns_max = max(self._counters.wait_ns_max, took)
+        with self._lock:
+            if waited:
+                self._counters.leases_waited += 1
+            elif grown:
+                self._counters.leases_grown += 1
+            else:
+                self._counters.leases_ready += 1
+        return slot
+
+    def _enlarge(self, slot: Slot, need: int) -> bool:
+        """Give a reserved slot a buffer of at least `need` bytes. The slot is new, or its last copy is done.
+
+        False when a new slot's memory cannot be had: the ring then stays as deep as it is. For a slot that exists the
+        error is the caller's, and the slot keeps its old buffer.
+        """
+        size = min(_power_of_two(max(need, self._slot_bytes)), self.max_bytes)
+        try:
+            buffer = self._make_buffer(size)
+        except BaseException as error:
+            with self._lock:
+                slot.generation += 1
+                if slot.buffer is not None:
+                    slot.state = State.FREE
+                    raise
+                self._slots.remove(slot)
+                if not isinstance(error, PinningError) or not self._slots:
+                    raise
+                self._may_grow = False
+            log.warning("pool %r stays at %d slots: %s", self.name, len(self._slots), error)
+            return False
+        with self._lock:
+            self._counters.enlarged += slot.buffer is not None
+            slot.buffer = buffer
+            slot.capacity = size
+        return True
+
+    def _make_buffer(self, nbytes: int) -> HostBuffer:
+        start = self._device.now()
+        try:
+            buffer = self._device.host_buffer(nbytes, pinned=self._pinned)
+        except BaseException:
+            with self._lock:
+                self._counters.allocations_failed += 1
+            raise
+        with self._lock:
+            self._counters.allocations += 1
+            self._counters.allocation_ns += self._device.now() - start
+        return buffer
+
+    def _make_first_slots(self, slots: int, memory: Memory) -> None:
+        size = min(self._slot_bytes, self.max_bytes)
+        try:
+            buffers = [self._make_buffer(size) for _ in range(slots)]
+        except PinningError as error:
+            if memory != "auto" or not self._pinned:
+                raise PinningError(
+                    f"pool {self.name!r}: {slots} slots of {size} bytes of {self.memory} host (system) memory could "
+                    f"not be had ({error}); use fewer slots, a smaller slot_bytes, or memory='auto'"
+                ) from error
+            self._pinned = False
+            buffers = [self._make_buffer(size) for _ in range(slots)]
+            warnings.warn(
+                f"staging pool {self.name!r}: pinned memory could not be had, copies will be from pageable memory "
+                f"and may make the host wait ({error})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        for buffer in buffers:
+            slot = Slot(next(self._numbers), self._device.new_event())
+            slot.buffer, slot.capacity = buffer, size
+            self._slots.append(slot)
+
+    def _check_not_stuck(self, plan: Plan) -> None:
+        """Waiting is pointless when every slot is being filled by the very thread that would wait. Under the lock."""
+        me = threading.get_ident()
+        if all(slot.state is State.FILLING and slot.holder == me for slot in self._slots):
+            raise PoolExhausted(self._exhausted("this thread holds every slot, so waiting would never end", plan))
+
+    def _exhausted(self, what: str, plan: Plan) -> str:
+        now = self._device.now()
+        holders = "; ".join(
+            f"slot {slot.index} {slot.state.value} for {(now - slot.since) / 1e6:.1f} ms"
+            + (f" by thread {slot.holder}" if slot.state is State.FILLING else "")
+            + (f" at {slot.site}" if slot.site and slot.state is State.FILLING else "")
+            for slot in self._slots
+        )
+        return (
+            f"{self!r}: {what} ({plan.layout.name!r}, {_lengths(plan)}): {holders}; upload or discard leases sooner, "
+            f"or build the pool with more slots"
+        )
+
+    # ------------------------------------------------------------------ ending a lease
+
+    def _empty_lease(self, plan: Plan) -> Lease:
+        """A lease of zero bytes: a slot outside the ring, which no copy ever reads."""
+        slot = Slot(-1, None)
+        slot.state = State.FILLING
+        with self._lock:
+            self._counters.leases_empty += 1
+        return Lease(self, slot, plan)
+
+    def _upload(self, lease: Lease, out: torch.Tensor | None, after: Any) -> Upload:
+        slot, plan, device = lease._slot, lease._plan, self._device
+        lease._check_open("upload")
+        if self._refusal is not None and not isinstance(self._refusal, PoolClosed):
+            raise self._refused()  # broken or forked; a pool that is closing still waits for this upload
+        missing = plan.all_bits & ~lease._written
+        if missing:
+            names = ", ".join(repr(place.field.name) for place in plan.places if missing & place.bit)
+            raise LeaseError(f"cannot upload {lease!r}: {names} never written, the slot still holds an older batch's bytes")
+        try:
+            if device.capturing():
+                raise CaptureError(_capture_message(f"upload {lease!r}"))
+            # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
+            landing = device.empty(plan.total) if out is None else self._check_out(out, plan)
+            separate = out is None and plan.row_span is not None
+            rows = device.empty(plan.row_span[1]) if separate and plan.row_span is not None else landing
+            stream = device.current_stream()
+        except Exception as error:
+            with self._lock:
+                self._note_if_broken(error)
+            raise
+        with self._lock:
+            lease._check_open("upload")  # decided here: of two threads, one gets past
+            slot.generation += 1
+            generation = slot.generation
+        if slot.buffer is not None:
+            slot.stream = stream
+            try:
+                if after is not None:
+                    device.wait(stream, after)
+                device.copy(landing, slot.buffer, plan.total, stream)
+                device.record(slot.event, stream)
+                with self._lock:
+                    self._count_upload(slot, plan)
+            except BaseException as error:
+                # Whether the copy was queued is not known, and the event says nothing about it.
+                with self._lock:
+                    slot.state = State.QUARANTINED
+                    self._counters.quarantines += 1
+                    self._counters.uploads_failed += 1
+                    self._note_if_broken(error)
+                raise
+            if rows is not landing and plan.row_span is not None:
+                device.copy_on_device(rows, landing, plan.row_span, stream)
+        return Upload(self, slot, generation, plan, landing, rows, fresh=out is None)
+
+    def _count_upload(self, slot: Slot, plan: Plan) -> None:
+        """filling -> in flight. Under the lock."""
+        slot.state = State.IN_FLIGHT
+        slot.since = self._device.now()
+        if slot in self._slots:  # not when the pool was closed meanwhile
+            self._slots.remove(slot)
+            self._slots.append(slot)
+        counters = self._counters
+        counters.uploads += 1
+        counters.fields += len(plan.places)
+        counters.bytes_used += plan.used
+        counters.bytes_padded += plan.total - plan.used
+        counters.bytes_peak = max(counters.bytes_peak, plan.total)
+        counters.in_flight_peak = max(counters.in_flight_peak, self._count(State.IN_FLIGHT))
+
+    def _discard(self, lease: Lease) -> None:
+        slot = lease._slot
+        with self._lock:
+            if slot.generation != lease._generation:
+                return
+            slot.generation += 1
+            slot.state = State.FREE
+            slot.since = self._device.now()
+            self._counters.discards += slot.buffer is not None
+
+    def _wait_for_upload(self, slot: Slot, generation: int, stream: Any) -> None:
+        with self._lock:
+            # A slot that was handed out again had its copy seen done, and its event belongs to another upload now.
+            if slot.generation == generation and slot.buffer is not None:
+                self._device.wait(stream, slot.event)
+
+    def _check_out(self, out: torch.Tensor, plan: Plan) -> torch.Tensor:
+        problem = ""
+        if not isinstance(out, torch.Tensor) or out.dtype != torch.uint8 or out.ndim != 1 or not out.is_contiguous():
+            problem = "must be a contiguous one-dimensional uint8 tensor"
+        elif out.device != self.device:
+            problem = f"is on {out.device}, the pool uploads to {self.device}"
+        elif out.numel() < plan.total:
+            problem = f"has {out.numel()} bytes, the upload has {plan.total}"
+        elif out.data_ptr() % ALIGNMENT or out.storage_offset() % ALIGNMENT:
+            problem = f"must start at a multiple of {ALIGNMENT} bytes"
+        if problem:
+            raise FieldError(f"{self!r}: upload(out=…) {problem}; make it with torch.empty(layout.nbytes(…), …)")
+        return out
+
+    # ------------------------------------------------------------------ when things are over
+
+    def _note_if_broken(self, error: BaseException) -> None:
+        """Ask the device whether anything will ever work again. Under the lock."""
+        if self._refusal is not None or isinstance(error, StagingError):
+            return
+        sticky = self._device.broken()
+        if sticky is None:
+            return
+        self._refusal = PoolBroken(
+            f"pool {self.name!r} is broken: {error or sticky}; the process has to be restarted, the pool's memory is "
+            f"leaked since copies may still read it"
+        )
+        self._refusal.__cause__ = error if isinstance(error, Exception) else sticky
+        _leak(self._slots)
+
+    def _refused(self) -> StagingError:
+        """A fresh exception of the kind that ended the pool, so that tracebacks do not pile up on one object."""
+        first = cast(StagingError, self._refusal)
+        error = type(first)(*first.args)
+        error.__cause__ = first.__cause__
+        return error
+
+    def _after_fork(self) -> None:
+        """In the child: nothing of the parent's CUDA may be touched, not even by a destructor."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._refusal = PoolForked(
+            f"pool {self.name!r} belongs to the parent process; make one in the child (pid {os.getpid()}), or start "
+            f"workers with the 'spawn' method"
+        )
+        _leak([self._slots, self._device])
+
+
+_END: dict[type, str] = {PoolClosed: "closed", PoolBroken: "broken", PoolForked: "forked"}
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_pools):
+        pool._after_fork()
+    _leak(list(_orphans))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _reap_orphans() -> None:
+    """Let go of collected pools' slots whose copies are done; those in quarantine are leaked."""
+    for _ in range(len(_orphans)):
+        try:
+            device, slots = _orphans.popleft()  # two pools may reap at once: each entry is held by one
+        except IndexError:
+            return
+        try:
+            if any(slot.state is State.IN_FLIGHT and not device.done(slot.event) for slot in slots):
+                _orphans.append((device, slots))
+            elif any(slot.state is State.QUARANTINED for slot in slots):
+                _leak(slots)
+        except Exception:
+            _leak(slots)
+
+
+def _leak(objects: Any) -> None:
+    """Keep `objects` for the rest of the process, past the interpreter's own end: nothing ever frees them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
+def _call_site() -> str:
+    """File and line of the nearest caller outside this package."""
+    here = os.path.dirname(__file__)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == here:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _capture_message(what: str) -> str:
+    return (
+        f"cannot {what}: a CUDA graph is being captured on the current stream, and a captured copy would read the slot "
+        f"again at each replay; upload before the capture into a fixed destination, upload(out=…), and let the graph "
+        f"read that"
+    )
+
+
+def _lengths(plan: Plan) -> str:
+    return ", ".join(f"{length} {count}" for count, length in plan.lengths.items())
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()
+
+
+def _check_arguments(
+    slots: int, max_slots: int, slot_bytes: int, max_bytes: int, timeout: float | None, memory: str
+) -> None:
+    for name, value in (("slots", slots), ("max_slots", max_slots), ("slot_bytes", slot_bytes), ("max_bytes", max_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"StagingPool({name}={value!r}): a positive integer is needed")
+    if max_slots < slots:
+        raise ValueError(f"StagingPool: max_slots={max_slots} is less than slots={slots}")
+    if max_bytes < slot_bytes:
+        raise ValueError(f"StagingPool: max_bytes={max_bytes} is less than slot_bytes={slot_bytes}")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
+        raise ValueError(f"StagingPool(timeout={timeout!r}): seconds, 0 (never wait) or None (for ever)")
+    if memory not in ("auto", "pinned", "pageable"):
+        raise ValueError(f"StagingPool(memory={memory!r}): 'auto', 'pinned' or 'pageable'")
