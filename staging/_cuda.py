@@ -69,19 +69,17 @@ class CudaDevice:
         # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
         landing.copy_(source.tensor[:nbytes], non_blocking=True)
 
-    def copy_on_device(
-        self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: int
-    ) -> None:
+    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: int) -> None:
         rows[slice(*span)].copy_(landing[slice(*span)])
 
     def new_event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=False)
+        return torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
         event.record(self._stream(stream))
 
     def done(self, event: torch.cuda.Event) -> bool:
-        return event.query()
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, stream: torch.cuda.Stream | int | None, event: torch.cuda.Event) -> None:
         self._stream(stream).wait_event(event)
@@ -114,7 +112,7 @@ class CudaDevice:
             if stream == 0:
                 known = torch.cuda.default_stream(self._index)
             else:
-                known = torch.cuda.ExternalStream(stream, device=self.torch_device)
+                known = torch.cuda.ExternalStream(stream, device=self.torch_device)  # type: ignore[no-untyped-call]
             self._streams[stream] = known
         return known
 

@@ -52,9 +52,7 @@ class Device(Protocol):
     def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: Any) -> None:
         """Queue the copy of the first `nbytes` of `source` to `landing` on `stream`, which is the current one."""
 
-    def copy_on_device(
-        self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: Any
-    ) -> None:
+    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: Any) -> None:
         """Queue, behind the copy to `landing`, a device copy of its bytes `span` to the same place in `rows`."""
 
     def new_event(self) -> Any:
@@ -136,9 +134,7 @@ class CpuDevice:
     def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: Any) -> None:
         landing.copy_(source.tensor[:nbytes])  # a copy, where .to("cpu") would alias the slot
 
-    def copy_on_device(
-        self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: Any
-    ) -> None:
+    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: Any) -> None:
         rows[slice(*span)].copy_(landing[slice(*span)])
 
     def new_event(self) -> None:

@@ -29,7 +29,8 @@ def write_column(column: npt.NDArray[Any], values: object, place: Place) -> None
     if type(values) is list or type(values) is tuple:
         if column.ndim > 1:
             if place.nbytes != place.shape[0] * place.numpy_dtype.itemsize:
-                return _write_nested(column, values, place)
+                _write_nested(column, values, place)
+                return
             column = column.reshape(-1)  # entries of shape (1,) are written as plain numbers
         _write_list(column, values, place)
     elif isinstance(values, torch.Tensor):
@@ -79,7 +80,8 @@ def _write_array(column: npt.NDArray[Any], array: npt.NDArray[Any], place: Place
         array = array.reshape(column.shape)
     have, want = array.dtype.kind, place.numpy_dtype.kind
     if have == "O":
-        return _write_list(column.reshape(-1), array.reshape(-1).tolist(), place)
+        _write_list(column.reshape(-1), array.reshape(-1).tolist(), place)
+        return
     if have not in {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[want]:
         raise FieldError(f"field {place.field.name!r} is {place.field.dtype}, got an array of {array.dtype}")
     if np.can_cast(array.dtype, place.numpy_dtype, "safe"):
@@ -90,13 +92,11 @@ def _write_array(column: npt.NDArray[Any], array: npt.NDArray[Any], place: Place
         wrong = (array < bounds.min) | (array > bounds.max)
     else:
         with np.errstate(over="ignore"):
-            rounded = array.astype(place.numpy_dtype)
-        wrong = np.isinf(rounded) & np.isfinite(array)
-        array = rounded
+            wrong = np.isinf(array.astype(place.numpy_dtype)) & np.isfinite(array)
     if wrong.any():
-        row = int(np.argwhere(wrong)[0][0])
+        row = int(np.argwhere(wrong.reshape(len(array), -1).any(axis=1))[0][0])
         raise FieldError(
-            f"row {row}: field {place.field.name!r}: {shown(array[row] if want in 'iu' else 'the value')} does not fit "
+            f"row {row}: field {place.field.name!r}: {shown(array[row].item() if array.ndim == 1 else array[row])} does not fit "
             f"{place.field.dtype}"
         )
     column[...] = array

@@ -67,7 +67,7 @@ class Field:
             raise FieldError(f"field {self.name!r}: {self.dtype!r} cannot be staged; use one of {known}")
         if not isinstance(self.counts, str) or not self.counts.isidentifier() or self.counts in _NOT_A_COUNT:
             raise FieldError(
-                f"field {self.name!r}: {self.counts!r} cannot name what it counts; use an identifier like 'rows' or 'tokens'"
+                f"field {self.name!r}: {self.counts!r} cannot name what it counts; use an identifier such as 'tokens'"
             )
         if any(type(extent) is not int or extent < 1 for extent in self.shape):
             raise FieldError(f"field {self.name!r}: the shape of one entry is positive integers, not {self.shape!r}")
@@ -253,9 +253,7 @@ class Layout:
             shape = (length, *field.shape)
             strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
             element = offset // field.numpy_dtype.itemsize
-            places.append(
-                Place(field, 1 << position, offset, nbytes, shape, strides, field.numpy_dtype, element)
-            )
+            places.append(Place(field, 1 << position, offset, nbytes, shape, strides, field.numpy_dtype, element))
             used += nbytes
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         rows = [place for place in places if place.field.counts == ROWS and place.nbytes]

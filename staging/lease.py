@@ -144,7 +144,7 @@ class Lease:
         try:
             slot = self._slot
             if slot.generation == self._generation:
-                self._pool._dropped.append((slot, self._generation))
+                self._pool._ring.dropped.append((slot, self._generation))
         except AttributeError:
             pass  # __init__ never ran to its end, or the interpreter is going away
 
@@ -160,4 +160,5 @@ class Lease:
         buffer = self._slot.buffer
         if buffer is None:
             return np.empty(place.shape, place.numpy_dtype)  # a lease of zero bytes: values are checked all the same
-        return np.ndarray(place.shape, place.numpy_dtype, buffer.array, place.offset)
+        column: npt.NDArray[Any] = np.ndarray(place.shape, place.numpy_dtype, buffer.array, place.offset)
+        return column

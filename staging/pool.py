@@ -10,29 +10,28 @@ A CUDA event that was never recorded reports "done". So no decision rests on the
 failed: such a slot is quarantined, and gets a new event, recorded on the same stream behind whatever was queued,
 before anybody asks again.
 
-All state changes happen under the pool's lock, in the methods marked so. What takes long (making host memory,
-waiting, the copy) happens outside it, on a slot that the lock has already reserved. The only wait is polling with
-growing sleeps: waiting for an event has no deadline, and spins.
+All state changes happen under one lock, in `_ring.py`. What takes long (making host memory, waiting, the copy)
+happens here, outside it, on a slot that the ring has already reserved. The only wait is polling with growing sleeps:
+waiting for an event has no deadline, and spins.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import os
 import sys
 import threading
 import warnings
-import weakref
-from collections import deque
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
 
+from staging import _lifetime
 from staging._device import Device, HostBuffer, Memory, open_device
+from staging._ring import Ring
 from staging._slots import Slot, State
 from staging.errors import (
     CaptureError,
@@ -44,11 +43,10 @@ from staging.errors import (
     PoolClosed,
     PoolExhausted,
     PoolForked,
-    StagingError,
 )
 from staging.layout import ALIGNMENT, Field, Layout, Plan
 from staging.lease import Lease
-from staging.stats import Counters, PoolStats
+from staging.stats import PoolStats
 from staging.upload import Upload
 
 log = logging.getLogger("staging")
@@ -58,9 +56,6 @@ _LONGEST_PAUSE = 1e-3
 _WARM = Layout([Field("warm", torch.uint8)], "warm-up")
 
 _names = itertools.count()
-_pools: weakref.WeakSet[StagingPool] = weakref.WeakSet()
-_orphans: deque[tuple[Device, list[Slot]]] = deque()
-"""Slots of pools that were collected without close(); kept until their copies are done."""
 
 
 class _Unset:
@@ -123,22 +118,12 @@ class StagingPool:
         self.debug = os.environ.get("STAGING_DEBUG", "") not in ("", "0") if debug is None else debug
         self._slot_bytes = _power_of_two(max(slot_bytes, ALIGNMENT))
         self._device = open_device(device)
-        self._lock = threading.Lock()
-        # The mutable state, all of it changed under the lock. Slots are in order of last use, the oldest first.
-        self._slots: list[Slot] = []
-        self._queue: deque[object] = deque()
-        self._counters = Counters()
-        self._may_grow = True
-        self._refusal: StagingError | None = None
-        """Why every lease fails, once it does: closed, broken or forked."""
-        self._dropped: deque[tuple[Slot, int]] = deque()
-        """Leases collected while open: appended by finalisers without the lock, drained by the next lease."""
-        self._numbers = itertools.count()
+        self._ring = Ring(self.name, self._device, max_slots, debug=self.debug)
         self._pinned = memory != "pageable" and self._device.can_pin
         if memory == "pinned" and not self._pinned:
             raise PinningError(f"pool {self.name!r}: a pool for {self.device} has nothing to pin; use memory='auto'")
         self._make_first_slots(slots, memory)
-        _pools.add(self)
+        _lifetime.alive.add(self)
 
     # ------------------------------------------------------------------ what users call
 
@@ -152,7 +137,7 @@ class StagingPool:
         """The kind of host memory in use: "pinned" or "pageable"."""
         return "pinned" if self._pinned else "pageable"
 
-    def lease(self, layout: Layout, /, *, timeout: float | None | _Unset = _POOLS_TIMEOUT, **lengths: int) -> Lease:
+    def lease(self, layout: Layout, /, *, timeout: float | _Unset | None = _POOLS_TIMEOUT, **lengths: int) -> Lease:
         """Lease a slot for `layout` with these lengths, e.g. `pool.lease(layout, rows=3)`.
 
         In this order: a slot that is free or whose copy is done; a new slot, up to `max_slots`; waiting up to
@@ -165,8 +150,8 @@ class StagingPool:
         """
         try:
             plan = layout.plan(lengths)
-            if self._refusal is not None:
-                raise self._refused()
+            if self._ring.refusal is not None:
+                raise self._ring.refused()
             if plan.total > self.max_bytes:
                 raise LeaseTooLarge(
                     f"{layout!r} with {_lengths(plan)} needs {plan.total} bytes, {self!r} allows {self.max_bytes} in "
@@ -176,35 +161,35 @@ class StagingPool:
                 return self._empty_lease(plan)
             if self._device.capturing():
                 raise CaptureError(_capture_message(f"lease from {self!r}"))
-            with self._lock:
-                slot = self._choose(plan.total)
+            with self._ring.lock:
+                slot = self._ring.choose(plan.total)
                 if slot is not None and slot.capacity >= plan.total:
-                    self._counters.leases_ready += 1
+                    self._ring.counters.leases_ready += 1
                     return Lease(self, slot, plan)
             slot = self._obtain(slot, plan, self.timeout if isinstance(timeout, _Unset) else timeout)
             return Lease(self, slot, plan)
         except BaseException as error:
-            with self._lock:
+            with self._ring.lock:
                 if isinstance(error, PoolExhausted):
-                    self._counters.leases_timed_out += 1
+                    self._ring.counters.leases_timed_out += 1
                 else:
-                    self._counters.leases_refused += 1
-                self._note_if_broken(error)
+                    self._ring.counters.leases_refused += 1
+                self._ring.note_if_broken(error)
             raise
 
     def stats(self) -> PoolStats:
         """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing."""
-        with self._lock:
+        with self._ring.lock:
             return PoolStats(
-                **attrs.asdict(self._counters),
-                slots=len(self._slots),
-                free=self._count(State.FREE),
-                filling=self._count(State.FILLING),
-                in_flight=self._count(State.IN_FLIGHT),
-                quarantined=self._count(State.QUARANTINED),
-                waiting=len(self._queue),
-                pinned_bytes=sum(s.buffer.locked_bytes for s in self._slots if s.buffer is not None),
-                host_bytes=sum(slot.capacity for slot in self._slots),
+                **attrs.asdict(self._ring.counters),
+                slots=len(self._ring.slots),
+                free=self._ring.count(State.FREE),
+                filling=self._ring.count(State.FILLING),
+                in_flight=self._ring.count(State.IN_FLIGHT),
+                quarantined=self._ring.count(State.QUARANTINED),
+                waiting=len(self._ring.waiting),
+                pinned_bytes=sum(s.buffer.locked_bytes for s in self._ring.slots if s.buffer is not None),
+                host_bytes=sum(slot.capacity for slot in self._ring.slots),
             )
 
     def warm(self, slots: int | None = None) -> None:
@@ -212,7 +197,7 @@ class StagingPool:
 
         Its leases and uploads are counted like any others. Raises `ValueError` beyond `max_slots`.
         """
-        wanted = len(self._slots) if slots is None else slots
+        wanted = len(self._ring.slots) if slots is None else slots
         if not 1 <= wanted <= self.max_slots:
             raise ValueError(f"{self!r}: warm({slots}) is not within 1 and max_slots={self.max_slots}")
         leases = [self.lease(_WARM, rows=1) for _ in range(wanted)]
@@ -227,34 +212,30 @@ class StagingPool:
         copy, with a warning in the log; leases still open are ended. Leases held by the calling thread are not
         waited for. Closing twice does nothing. Does not raise for what it cannot free.
         """
-        with self._lock:
-            if self._refusal is not None:
+        with self._ring.lock:
+            if self._ring.refusal is not None:
                 return
-            self._refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
+            self._ring.refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
         timeout = self.timeout if timeout is None else timeout
         deadline = None if timeout is None else self._device.now() + int(timeout * 1e9)
         pause = _FIRST_PAUSE
         me = threading.get_ident()
         while True:
-            with self._lock:
-                self._drain_dropped()
-                for slot in list(self._slots):
-                    if slot.state is not State.FILLING:
-                        self._settle(slot)
-                busy = [slot for slot in self._slots if slot.state is not State.FREE]
+            with self._ring.lock:
+                busy = self._ring.settle_all()
                 if all(slot.state is State.FILLING and slot.holder == me for slot in busy) or (
                     deadline is not None and self._device.now() >= deadline
                 ):
-                    self._slots = []
+                    self._ring.slots = []
                     for slot in busy:
                         if slot.state is State.FILLING:
-                            slot.generation += 1  # ends a lease that is still open
+                            slot.generation += 1  # ends the lease if it is still open
                     break
             self._device.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
         unsafe = [slot for slot in busy if slot.state is not State.FILLING or slot.holder != me]
         if unsafe:
-            _leak(unsafe)
+            _lifetime.leak(unsafe)
             log.warning(
                 "pool %r closed with %d slots still in use: leaked %d bytes rather than free them under a copy",
                 self.name,
@@ -271,9 +252,9 @@ class StagingPool:
         self.close()
 
     def __repr__(self) -> str:
-        states = ", ".join(f"{self._count(state)} {state.value}" for state in State)
-        end = f", {_END[type(self._refusal)]}" if self._refusal is not None else ""
-        return f"<StagingPool {self.name!r} {self.device} {self.memory}: {len(self._slots)} slots ({states}){end}>"
+        states = ", ".join(f"{self._ring.count(state)} {state.value}" for state in State)
+        end = f", {_END[type(self._ring.refusal)]}" if self._ring.refusal is not None else ""
+        return f"<StagingPool {self.name!r} {self.device} {self.memory}: {len(self._ring.slots)} slots ({states}){end}>"
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} cannot be pickled or copied: its memory and events belong to this process")
@@ -282,105 +263,20 @@ class StagingPool:
         # No lock, no CUDA, no logging: a finaliser may run anywhere. The slots wait in a deque for another pool's
         # lease to see their copies done; without one they stay for the life of the process.
         try:
-            slots, refusal = self._slots, self._refusal
+            slots, refusal = self._ring.slots, self._ring.refusal
         except AttributeError:
             return  # __init__ never ran to its end
-        if slots and refusal is None:
-            _orphans.append((self._device, slots))
+        if slots and (refusal is None or isinstance(refusal, PoolClosed)):
+            _lifetime.orphans.append((self._device, slots))
             if not sys.is_finalizing():
-                warnings.warn(f"staging pool {self.name!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-
-    # ------------------------------------------------------------------ handing out, under the lock
-
-    def _choose(self, need: int, ticket: object = None) -> Slot | None:
-        """Reserve a slot, or None. The one place where a slot begins to be filled. Under the lock.
-
-        A slot that holds `need` bytes comes first; one that is too small, or new, is returned to be enlarged.
-        `ticket` is the caller's place in the queue, when it has waited before.
-        """
-        if self._dropped or _orphans:
-            self._drain_dropped()
-        if self._refusal is not None:
-            raise self._refused()
-        if self._queue and self._queue[0] is not ticket:
-            return None  # others wait already; whoever comes first is served first
-        small: Slot | None = None
-        for slot in self._slots:
-            if slot.state is State.FREE:
-                if slot.capacity >= need:
-                    return self._reserve(slot)
-                small = small or slot
-        for slot in list(self._slots):  # oldest upload first; one stuck event does not hold up the others
-            if slot.state is not State.IN_FLIGHT:
-                continue
-            if self._settle(slot):
-                if slot.capacity >= need:
-                    return self._reserve(slot)
-                small = small or slot
-            elif ticket is None:  # polls while waiting are not counted again
-                self._counters.met_in_flight += 1
-        if small is not None:
-            return self._reserve(small)
-        for slot in list(self._slots):
-            if slot.state is State.QUARANTINED and self._settle(slot):
-                return self._reserve(slot)
-        if self._may_grow and len(self._slots) < self.max_slots:
-            slot = Slot(next(self._numbers), self._device.new_event())
-            self._slots.append(slot)
-            return self._reserve(slot)
-        return None
-
-    def _reserve(self, slot: Slot) -> Slot:
-        slot.state = State.FILLING
-        slot.generation += 1
-        slot.holder = threading.get_ident()
-        slot.since = self._device.now()
-        if self.debug:
-            slot.site = _call_site()
-        return slot
-
-    def _settle(self, slot: Slot) -> bool:
-        """Look once at a slot that is not leased: whether it is free now. Under the lock.
-
-        In flight: ask its event. Quarantined: record a new event behind whatever was queued on its stream, which
-        turns the unknown into something that can be asked.
-        """
-        try:
-            if slot.state is State.QUARANTINED:
-                slot.event = self._device.new_event()
-                self._device.record(slot.event, slot.stream)
-                slot.state = State.IN_FLIGHT
-                self._counters.heals += 1
-            if slot.state is State.IN_FLIGHT:
-                if not self._device.done(slot.event):
-                    return False
-                slot.state = State.FREE
-                slot.since = self._device.now()
-        except Exception as error:
-            if slot.state is State.IN_FLIGHT:  # the answer is unknown, so the slot is
-                slot.state = State.QUARANTINED
-                self._counters.quarantines += 1
-            self._note_if_broken(error)
-            if self._refusal is not None:
-                raise self._refused() from error
-        return slot.state is State.FREE
-
-    def _drain_dropped(self) -> None:
-        while self._dropped:
-            slot, generation = self._dropped.popleft()
-            if slot.generation == generation:
-                slot.generation += 1
-                slot.state = State.FREE
-                self._counters.dropped += slot.buffer is not None
-        _reap_orphans()
-
-    def _count(self, state: State) -> int:
-        return sum(slot.state is state for slot in self._slots)
+                warnings.warn(
+                    f"staging pool {self.name!r} was never closed", ResourceWarning, stacklevel=2, source=self
+                )
 
     # ------------------------------------------------------------------ growing and waiting, outside the lock
 
     def _obtain(self, slot: Slot | None, plan: Plan, timeout: float | None) -> Slot:
-        """A slot of at least `plan.total` bytes, by growing, enlarging or waiting. `slot`: what was reserved, if any."""
+        """A slot of at least `plan.total` bytes, by enlarging `slot`, the one just reserved, or by waiting for one."""
         ticket = object()
         start = self._device.now()
         deadline = None if timeout is None else start + int(timeout * 1e9)
@@ -392,31 +288,31 @@ class StagingPool:
                     grown = slot.buffer is None
                     if slot.capacity >= plan.total or self._enlarge(slot, plan.total):
                         break
-                with self._lock:
-                    self._check_not_stuck(plan)
-                    if not waited:
-                        self._queue.append(ticket)
-                        waited = True
                 if deadline is not None and self._device.now() >= deadline:
                     raise PoolExhausted(self._exhausted(f"no slot came free within {timeout:g} s", plan))
+                with self._ring.lock:
+                    self._check_not_stuck(plan)
+                    if not waited:
+                        self._ring.waiting.append(ticket)
+                        waited = True
                 self._device.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
-                with self._lock:
-                    slot = self._choose(plan.total, ticket)
+                with self._ring.lock:
+                    slot = self._ring.choose(plan.total, ticket)
         finally:
             if waited:
-                with self._lock:
-                    self._queue.remove(ticket)
+                with self._ring.lock:
+                    self._ring.waiting.remove(ticket)
                     took = self._device.now() - start
-                    self._counters.wait_ns += took
-                    self._counters.wait_ns_max = max(self._counters.wait_ns_max, took)
-        with self._lock:
+                    self._ring.counters.wait_ns += took
+                    self._ring.counters.wait_ns_max = max(self._ring.counters.wait_ns_max, took)
+        with self._ring.lock:
             if waited:
-                self._counters.leases_waited += 1
+                self._ring.counters.leases_waited += 1
             elif grown:
-                self._counters.leases_grown += 1
+                self._ring.counters.leases_grown += 1
             else:
-                self._counters.leases_ready += 1
+                self._ring.counters.leases_ready += 1
         return slot
 
     def _enlarge(self, slot: Slot, need: int) -> bool:
@@ -429,19 +325,19 @@ class StagingPool:
         try:
             buffer = self._make_buffer(size)
         except BaseException as error:
-            with self._lock:
+            with self._ring.lock:
                 slot.generation += 1
                 if slot.buffer is not None:
                     slot.state = State.FREE
                     raise
-                self._slots.remove(slot)
-                if not isinstance(error, PinningError) or not self._slots:
+                self._ring.slots.remove(slot)
+                if not isinstance(error, PinningError) or not self._ring.slots:
                     raise
-                self._may_grow = False
-            log.warning("pool %r stays at %d slots: %s", self.name, len(self._slots), error)
+                self._ring.may_grow = False
+            log.warning("pool %r stays at %d slots: %s", self.name, len(self._ring.slots), error)
             return False
-        with self._lock:
-            self._counters.enlarged += slot.buffer is not None
+        with self._ring.lock:
+            self._ring.counters.enlarged += slot.buffer is not None
             slot.buffer = buffer
             slot.capacity = size
         return True
@@ -451,12 +347,12 @@ class StagingPool:
         try:
             buffer = self._device.host_buffer(nbytes, pinned=self._pinned)
         except BaseException:
-            with self._lock:
-                self._counters.allocations_failed += 1
+            with self._ring.lock:
+                self._ring.counters.allocations_failed += 1
             raise
-        with self._lock:
-            self._counters.allocations += 1
-            self._counters.allocation_ns += self._device.now() - start
+        with self._ring.lock:
+            self._ring.counters.allocations += 1
+            self._ring.counters.allocation_ns += self._device.now() - start
         return buffer
 
     def _make_first_slots(self, slots: int, memory: Memory) -> None:
@@ -478,14 +374,12 @@ class StagingPool:
                 stacklevel=3,
             )
         for buffer in buffers:
-            slot = Slot(next(self._numbers), self._device.new_event())
-            slot.buffer, slot.capacity = buffer, size
-            self._slots.append(slot)
+            self._ring.add(buffer)
 
     def _check_not_stuck(self, plan: Plan) -> None:
         """Waiting is pointless when every slot is being filled by the very thread that would wait. Under the lock."""
         me = threading.get_ident()
-        if all(slot.state is State.FILLING and slot.holder == me for slot in self._slots):
+        if all(slot.state is State.FILLING and slot.holder == me for slot in self._ring.slots):
             raise PoolExhausted(self._exhausted("this thread holds every slot, so waiting would never end", plan))
 
     def _exhausted(self, what: str, plan: Plan) -> str:
@@ -494,7 +388,7 @@ class StagingPool:
             f"slot {slot.index} {slot.state.value} for {(now - slot.since) / 1e6:.1f} ms"
             + (f" by thread {slot.holder}" if slot.state is State.FILLING else "")
             + (f" at {slot.site}" if slot.site and slot.state is State.FILLING else "")
-            for slot in self._slots
+            for slot in self._ring.slots
         )
         return (
             f"{self!r}: {what} ({plan.layout.name!r}, {_lengths(plan)}): {holders}; upload or discard leases sooner, "
@@ -507,19 +401,21 @@ class StagingPool:
         """A lease of zero bytes: a slot outside the ring, which no copy ever reads."""
         slot = Slot(-1, None)
         slot.state = State.FILLING
-        with self._lock:
-            self._counters.leases_empty += 1
+        with self._ring.lock:
+            self._ring.counters.leases_empty += 1
         return Lease(self, slot, plan)
 
     def _upload(self, lease: Lease, out: torch.Tensor | None, after: Any) -> Upload:
         slot, plan, device = lease._slot, lease._plan, self._device
         lease._check_open("upload")
-        if self._refusal is not None and not isinstance(self._refusal, PoolClosed):
-            raise self._refused()  # broken or forked; a pool that is closing still waits for this upload
+        if self._ring.refusal is not None and not isinstance(self._ring.refusal, PoolClosed):
+            raise self._ring.refused()  # broken or forked; a pool that is closing still waits for this upload
         missing = plan.all_bits & ~lease._written
         if missing:
             names = ", ".join(repr(place.field.name) for place in plan.places if missing & place.bit)
-            raise LeaseError(f"cannot upload {lease!r}: {names} never written, the slot still holds an older batch's bytes")
+            raise LeaseError(
+                f"cannot upload {lease!r}: {names} never written, the slot still holds an older batch's bytes"
+            )
         try:
             if device.capturing():
                 raise CaptureError(_capture_message(f"upload {lease!r}"))
@@ -529,10 +425,10 @@ class StagingPool:
             rows = device.empty(plan.row_span[1]) if separate and plan.row_span is not None else landing
             stream = device.current_stream()
         except Exception as error:
-            with self._lock:
-                self._note_if_broken(error)
+            with self._ring.lock:
+                self._ring.note_if_broken(error)
             raise
-        with self._lock:
+        with self._ring.lock:
             lease._check_open("upload")  # decided here: of two threads, one gets past
             slot.generation += 1
             generation = slot.generation
@@ -543,47 +439,25 @@ class StagingPool:
                     device.wait(stream, after)
                 device.copy(landing, slot.buffer, plan.total, stream)
                 device.record(slot.event, stream)
-                with self._lock:
-                    self._count_upload(slot, plan)
+                with self._ring.lock:
+                    self._ring.uploaded(slot, plan)
             except BaseException as error:
                 # Whether the copy was queued is not known, and the event says nothing about it.
-                with self._lock:
-                    slot.state = State.QUARANTINED
-                    self._counters.quarantines += 1
-                    self._counters.uploads_failed += 1
-                    self._note_if_broken(error)
+                with self._ring.lock:
+                    self._ring.counters.uploads_failed += 1
+                    self._ring.quarantine(slot, error)
                 raise
             if rows is not landing and plan.row_span is not None:
                 device.copy_on_device(rows, landing, plan.row_span, stream)
         return Upload(self, slot, generation, plan, landing, rows, fresh=out is None)
 
-    def _count_upload(self, slot: Slot, plan: Plan) -> None:
-        """filling -> in flight. Under the lock."""
-        slot.state = State.IN_FLIGHT
-        slot.since = self._device.now()
-        if slot in self._slots:  # not when the pool was closed meanwhile
-            self._slots.remove(slot)
-            self._slots.append(slot)
-        counters = self._counters
-        counters.uploads += 1
-        counters.fields += len(plan.places)
-        counters.bytes_used += plan.used
-        counters.bytes_padded += plan.total - plan.used
-        counters.bytes_peak = max(counters.bytes_peak, plan.total)
-        counters.in_flight_peak = max(counters.in_flight_peak, self._count(State.IN_FLIGHT))
-
     def _discard(self, lease: Lease) -> None:
-        slot = lease._slot
-        with self._lock:
-            if slot.generation != lease._generation:
-                return
-            slot.generation += 1
-            slot.state = State.FREE
-            slot.since = self._device.now()
-            self._counters.discards += slot.buffer is not None
+        with self._ring.lock:
+            if self._ring.release(lease._slot, lease._generation):
+                self._ring.counters.discards += lease._slot.buffer is not None
 
     def _wait_for_upload(self, slot: Slot, generation: int, stream: Any) -> None:
-        with self._lock:
+        with self._ring.lock:
             # A slot that was handed out again had its copy seen done, and its event belongs to another upload now.
             if slot.generation == generation and slot.buffer is not None:
                 self._device.wait(stream, slot.event)
@@ -604,78 +478,17 @@ class StagingPool:
 
     # ------------------------------------------------------------------ when things are over
 
-    def _note_if_broken(self, error: BaseException) -> None:
-        """Ask the device whether anything will ever work again. Under the lock."""
-        if self._refusal is not None or isinstance(error, StagingError):
-            return
-        sticky = self._device.broken()
-        if sticky is None:
-            return
-        self._refusal = PoolBroken(
-            f"pool {self.name!r} is broken: {error or sticky}; the process has to be restarted, the pool's memory is "
-            f"leaked since copies may still read it"
-        )
-        self._refusal.__cause__ = error if isinstance(error, Exception) else sticky
-        _leak(self._slots)
-
-    def _refused(self) -> StagingError:
-        """A fresh exception of the kind that ended the pool, so that tracebacks do not pile up on one object."""
-        first = cast(StagingError, self._refusal)
-        error = type(first)(*first.args)
-        error.__cause__ = first.__cause__
-        return error
-
     def _after_fork(self) -> None:
         """In the child: nothing of the parent's CUDA may be touched, not even by a destructor."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
-        self._refusal = PoolForked(
+        self._ring.lock = threading.Lock()  # another thread of the parent may have held it
+        self._ring.refusal = PoolForked(
             f"pool {self.name!r} belongs to the parent process; make one in the child (pid {os.getpid()}), or start "
             f"workers with the 'spawn' method"
         )
-        _leak([self._slots, self._device])
+        _lifetime.leak([self._ring.slots, self._device])
 
 
 _END: dict[type, str] = {PoolClosed: "closed", PoolBroken: "broken", PoolForked: "forked"}
-
-
-def _after_fork_in_child() -> None:
-    for pool in list(_pools):
-        pool._after_fork()
-    _leak(list(_orphans))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _reap_orphans() -> None:
-    """Let go of collected pools' slots whose copies are done; those in quarantine are leaked."""
-    for _ in range(len(_orphans)):
-        try:
-            device, slots = _orphans.popleft()  # two pools may reap at once: each entry is held by one
-        except IndexError:
-            return
-        try:
-            if any(slot.state is State.IN_FLIGHT and not device.done(slot.event) for slot in slots):
-                _orphans.append((device, slots))
-            elif any(slot.state is State.QUARANTINED for slot in slots):
-                _leak(slots)
-        except Exception:
-            _leak(slots)
-
-
-def _leak(objects: Any) -> None:
-    """Keep `objects` for the rest of the process, past the interpreter's own end: nothing ever frees them."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
-
-
-def _call_site() -> str:
-    """File and line of the nearest caller outside this package."""
-    here = os.path.dirname(__file__)
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == here:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _capture_message(what: str) -> str:
@@ -697,7 +510,12 @@ def _power_of_two(nbytes: int) -> int:
 def _check_arguments(
     slots: int, max_slots: int, slot_bytes: int, max_bytes: int, timeout: float | None, memory: str
 ) -> None:
-    for name, value in (("slots", slots), ("max_slots", max_slots), ("slot_bytes", slot_bytes), ("max_bytes", max_bytes)):
+    for name, value in (
+        ("slots", slots),
+        ("max_slots", max_slots),
+        ("slot_bytes", slot_bytes),
+        ("max_bytes", max_bytes),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"StagingPool({name}={value!r}): a positive integer is needed")
     if max_slots < slots:

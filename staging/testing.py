@@ -1,10 +1,10 @@
 """A simulated device: races without a GPU, exact and repeatable. Shipped, so that you can test your scheduler with it.
 
-    device = SimulatedDevice()
-    pool = StagingPool(device)
-    ...                      # copies are queued; nothing is finished until the test says so
-    device.finish()          # the oldest copy runs now, and reads its source now
-    device.violations        # empty, unless somebody wrote a slot too early
+device = SimulatedDevice()
+pool = StagingPool(device)
+...                      # copies are queued; nothing is finished until the test says so
+device.finish()          # the oldest copy runs now, and reads its source now
+device.violations        # empty, unless somebody wrote a slot too early
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _views(plan: Plan, landing: torch.Tensor, rows: torch.Tensor) -> dict[str, t
         key = (field.counts == ROWS, field.dtype)
         if key not in typed:
             view = (rows if key[0] else landing).view(field.dtype)
-            typed[key] = (view, view.storage_offset())
+            typed[key] = (view, int(view.storage_offset()))
         view, start = typed[key]
         tensors[field.name] = view.as_strided(
             place.shape, place.strides, start + place.element if place.nbytes else start
