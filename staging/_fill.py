@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from staging.errors import FieldError
-from staging.layout import Place, number, shown
+from staging.layout import Place, shown
 
 _EXACT: dict[str, frozenset[type]] = {
     "b": frozenset({bool}),
@@ -49,7 +49,7 @@ def write_column(column: npt.NDArray[Any], values: object, place: Place) -> None
     elif hasattr(values, "__len__") and not isinstance(values, (str, bytes)) and not np.isscalar(values):
         write_column(column, list(values), place)  # type: ignore[call-overload]
     else:
-        column[...] = number(values, place.field)
+        column[...] = place.field.number(values)
 
 
 def _write_list(column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], place: Place) -> None:
@@ -68,7 +68,7 @@ def _write_list(column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], p
             pass  # some value does not fit: the loop below names it
     for row, value in enumerate(values):
         try:
-            column[row] = number(value, place.field)
+            column[row] = place.field.number(value)
         except FieldError as error:
             raise FieldError(f"row {row}: {error}") from None
 
@@ -95,10 +95,8 @@ def _write_array(column: npt.NDArray[Any], array: npt.NDArray[Any], place: Place
             wrong = np.isinf(array.astype(place.numpy_dtype)) & np.isfinite(array)
     if wrong.any():
         row = int(np.argwhere(wrong.reshape(len(array), -1).any(axis=1))[0][0])
-        raise FieldError(
-            f"row {row}: field {place.field.name!r}: {shown(array[row].item() if array.ndim == 1 else array[row])} does not fit "
-            f"{place.field.dtype}"
-        )
+        value = array[row].item() if array.ndim == 1 else array[row]
+        raise FieldError(f"row {row}: field {place.field.name!r}: {shown(value)} does not fit {place.field.dtype}")
     column[...] = array
 
 

@@ -57,7 +57,7 @@ class Field:
     name: str
     dtype: torch.dtype
     counts: str = ROWS
-    shape: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    shape: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -69,8 +69,10 @@ class Field:
             raise FieldError(
                 f"field {self.name!r}: {self.counts!r} cannot name what it counts; use an identifier such as 'tokens'"
             )
-        if any(type(extent) is not int or extent < 1 for extent in self.shape):
-            raise FieldError(f"field {self.name!r}: the shape of one entry is positive integers, not {self.shape!r}")
+        if not isinstance(self.shape, tuple) or any(type(extent) is not int or extent < 1 for extent in self.shape):
+            raise FieldError(
+                f"field {self.name!r}: the shape of one entry is a tuple of positive integers, not {self.shape!r}"
+            )
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -81,6 +83,45 @@ class Field:
     def entry_bytes(self) -> int:
         """Bytes of one entry."""
         return self.numpy_dtype.itemsize * math.prod(self.shape)
+
+    def number(self, value: object) -> int | float | bool:
+        """`value` as a Python number that this field's dtype can hold: exactly, or for floats after rounding.
+
+        numpy scalars and 0-d CPU tensors are numbers; booleans are not integers. Raises `FieldError`, naming field and
+        value, for anything else, also for a tensor on a device, since reading it would wait for the device.
+        """
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            if value.device.type != "cpu":
+                raise self._refuse(value, "is on a device, and reading it would wait for the device")
+            value = value.item()
+        elif isinstance(value, np.ndarray) and value.ndim == 0:
+            value = value[()]
+        dtype = self.numpy_dtype
+        if dtype.kind == "b":
+            if isinstance(value, (bool, np.bool_)):
+                return bool(value)
+            raise self._refuse(value, "is not a boolean")
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise self._refuse(value, f"is not a number, and {self.dtype} needs one")
+        if dtype.kind in "iu":
+            if isinstance(value, (float, np.floating)):
+                raise self._refuse(value, f"is not an integer, and {self.dtype} needs one")
+            bounds = np.iinfo(dtype)
+            if not bounds.min <= int(value) <= bounds.max:
+                raise self._refuse(value, f"does not fit {self.dtype}, which holds {bounds.min} to {bounds.max}")
+            return int(value)
+        try:
+            as_float = float(value)
+            with np.errstate(over="ignore"):
+                fits = math.isfinite(dtype.type(as_float)) or not math.isfinite(as_float)
+        except OverflowError:
+            fits = False
+        if not fits:
+            raise self._refuse(value, f"is too large for {self.dtype}")
+        return as_float
+
+    def _refuse(self, value: object, why: str) -> FieldError:
+        return FieldError(f"field {self.name!r}: {shown(value)} {why}")
 
 
 @attrs.frozen(eq=False)
@@ -201,7 +242,7 @@ class Layout:
                 raise FieldError(
                     f"layout {self.name!r}, field {field.name!r}: an entry has {elements} elements, got {len(parts)}"
                 )
-            flat.extend(number(part, field) for part in parts)
+            flat.extend(field.number(part) for part in parts)
         if values:
             unknown = next(iter(values))
             raise FieldError(f"layout {self.name!r} has no per-row field {unknown!r}")
@@ -269,49 +310,6 @@ class Layout:
             row_span=span and (span[0], -(-span[1] // ALIGNMENT) * ALIGNMENT),
             all_bits=sum(place.bit for place in places if place.nbytes),
         )
-
-
-def number(value: object, field: Field) -> int | float | bool:
-    """`value` as the Python number that `field` can hold exactly (floats: after rounding); else `FieldError`.
-
-    Booleans are not integers. numpy scalars and 0-d CPU tensors are numbers; a 0-d tensor on a device is refused,
-    since reading it would wait for the device.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            raise FieldError(f"field {field.name!r}: {value.device} tensor; reading it would wait for the device")
-        if value.ndim:
-            raise FieldError(f"field {field.name!r}: one number expected, got a tensor of shape {tuple(value.shape)}")
-        value = value.item()
-    elif isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    dtype = field.numpy_dtype
-    if dtype.kind == "b":
-        if isinstance(value, (bool, np.bool_)):
-            return bool(value)
-        raise FieldError(f"field {field.name!r} is boolean, got {shown(value)}")
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise FieldError(f"field {field.name!r} needs a number for {field.dtype}, got {shown(value)}")
-    if dtype.kind in "iu":
-        if isinstance(value, (float, np.floating)):
-            raise FieldError(f"field {field.name!r} is {field.dtype}, got the float {shown(value)}")
-        bounds = np.iinfo(dtype)
-        if not bounds.min <= int(value) <= bounds.max:
-            raise FieldError(
-                f"field {field.name!r}: {shown(value)} does not fit {field.dtype} ({bounds.min} to {bounds.max})"
-            )
-        return int(value)
-    try:
-        as_float = float(value)
-    except OverflowError:
-        as_float = math.inf
-    fits = math.isfinite(as_float) or (isinstance(value, (float, np.floating)) and not math.isfinite(value))
-    if fits and math.isfinite(as_float):
-        with np.errstate(over="ignore"):
-            fits = bool(np.isfinite(dtype.type(as_float)))
-    if not fits:
-        raise FieldError(f"field {field.name!r}: {shown(value)} is too large for {field.dtype}")
-    return as_float
 
 
 def shown(value: object) -> str:

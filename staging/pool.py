@@ -449,7 +449,7 @@ class StagingPool:
                 raise
             if rows is not landing and plan.row_span is not None:
                 device.copy_on_device(rows, landing, plan.row_span, stream)
-        return Upload(self, slot, generation, plan, landing, rows, fresh=out is None)
+        return Upload(self, slot, generation, plan, landing, rows, stream, fresh=out is None)
 
     def _discard(self, lease: Lease) -> None:
         with self._ring.lock:

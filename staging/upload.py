@@ -25,7 +25,7 @@ class Upload(Mapping[str, torch.Tensor]):
     On the stream of the upload they can be used at once. On any other stream call `wait(stream)` first.
     """
 
-    __slots__ = ("_allocations", "_generation", "_pool", "_slot", "_tensors", "nbytes")
+    __slots__ = ("_allocations", "_generation", "_pool", "_slot", "_stream", "_tensors", "nbytes")
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class Upload(Mapping[str, torch.Tensor]):
         plan: Plan,
         landing: torch.Tensor,
         rows: torch.Tensor,
+        stream: Any,
         *,
         fresh: bool,
     ) -> None:
         self._pool = pool
+        self._stream = stream
         self._slot = slot
         self._generation = generation
         self._allocations = ((landing,) if rows is landing else (landing, rows)) if fresh else ()
@@ -63,8 +65,13 @@ class Upload(Mapping[str, torch.Tensor]):
 
         The device allocation is also marked as used by that stream, so dropping the tensors early does not hand
         their memory to somebody else while `stream` still reads it. `stream` is a `torch.cuda.Stream`. A tensor
-        given as `out` is the caller's, whose lifetime on other streams is the caller's to see to.
+        given as `out` is the caller's, whose lifetime on other streams is the caller's to see to. On the stream of the
+        upload there is nothing to do, and nothing is done.
         """
+        if stream is None:
+            stream = self._pool._device.current_stream()
+            if stream == self._stream:
+                return
         self._pool._wait_for_upload(self._slot, self._generation, stream)
         for allocation in self._allocations:
             self._pool._device.record_stream(allocation, stream)

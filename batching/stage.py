@@ -1,0 +1,280 @@
+"""The one staging function: all that a batch uploads, in one copy, whichever entry point comes first.
+
+`SamplingBatchInfo.from_schedule_batch` and `write_cache_indices` both ask `staged_for`. The first of them uploads the
+sampling columns, the prefix pointers and the lengths together; the other takes its views. What was staged serves each
+of them once, and only while the batch still has the same requests with the same values.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batching.errors import BatchError, CacheIndexError
+from batching.params import SAMPLING, SamplingParams, Table, table_of
+from batching.request import ScheduleBatch
+from staging import Field, Layout, StagingPool, Upload
+
+CACHE = Layout(
+    [
+        Field("prefix_pointers", torch.uint64),
+        Field("req_pool_indices", torch.int64),
+        Field("prefix_lens", torch.int64),
+        Field("extend_lens", torch.int64),
+        Field("seq_lens", torch.int64),
+        Field("extend_starts", torch.int64),
+    ],
+    name="cache indices",
+)
+"""What the kernel of `write_cache_indices` reads, per request. `extend_starts` is where its part of `out_cache_loc`
+begins; `seq_lens` is prefix and extend together."""
+
+PREFILL = SAMPLING + CACHE
+"""One prefill batch: everything in one copy."""
+
+_MOST_TOKENS = 1 << 48
+"""No length or row comes near it, and sums over a batch stay far from the end of int64."""
+
+Part = Literal["sampling", "cache"]
+
+
+@attrs.frozen(eq=False)
+class CacheRows:
+    """The host side of the `CACHE` columns of one batch, checked."""
+
+    prefixes: list[torch.Tensor | None]
+    pointers: list[int]
+    pool_indices: npt.NDArray[np.int64]
+    prefix_lens: npt.NDArray[np.int64]
+    extend_lens: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+    def columns(self) -> dict[str, Any]:
+        """The values by field of `CACHE`."""
+        return {
+            "prefix_pointers": self.pointers,
+            "req_pool_indices": self.pool_indices,
+            "prefix_lens": self.prefix_lens,
+            "extend_lens": self.extend_lens,
+            "seq_lens": self.seq_lens,
+            "extend_starts": self.starts,
+        }
+
+
+@attrs.define(eq=False)
+class Staged:
+    """What one batch uploaded, and for what: its device tensors by field name, and the host side of them.
+
+    Holds the prefix tensors, so their pointers stay good until the kernel that reads them is queued.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    sampling: Table
+    cache: CacheRows | None
+    requests: list[Any]
+    params: list[Any]
+    deterministic: bool
+    pool: StagingPool | None
+    taken: set[Part] = attrs.Factory(set)
+
+    def serves(self, batch: ScheduleBatch, pool: StagingPool | None, part: Part) -> bool:
+        """Whether the batch still is what was staged, as far as `part` is concerned."""
+        if part in self.taken or self.pool is not pool or self.deterministic != batch.deterministic:
+            return False
+        if len(self.requests) != len(batch.reqs) or not all(map(operator.is_, self.requests, batch.reqs)):
+            return False
+        if part == "cache":
+            return self.cache is not None and _same_cache_rows(self.cache, batch.reqs)
+        params = [request.sampling_params for request in batch.reqs]
+        if set(map(type, params)) <= {SamplingParams}:
+            return all(map(operator.is_, self.params, params))
+        return self.sampling.tobytes() == table_of(batch.reqs).tobytes()  # foreign: compare what they say now
+
+
+def staged_for(
+    batch: ScheduleBatch,
+    pool: StagingPool | None,
+    part: Part,
+    check: Callable[[CacheRows], None] | None = None,
+) -> Staged:
+    """What this batch uploads, uploading it unless the other entry point has.
+
+    `check` may refuse the cache rows before anything is uploaded. On any error nothing stays on the batch.
+    Raises the errors of the values (`SamplingValueError`, `CacheIndexError`) and of the pool.
+    """
+    staged, batch.staged = batch.staged, None  # an exception below leaves nothing behind
+    if staged is not None and staged.serves(batch, pool, part):
+        if check is not None and staged.cache is not None:
+            check(staged.cache)
+        if isinstance(staged.tensors, Upload):
+            staged.tensors.wait()  # the other entry point may have run on another stream
+        staged.taken.add(part)
+        return staged
+    staged = stage_batch(batch, pool, part, check)
+    staged.taken.add(part)
+    if staged.cache is not None:
+        batch.staged = staged
+    return staged
+
+
+def stage_batch(
+    batch: ScheduleBatch,
+    pool: StagingPool | None,
+    part: Part = "sampling",
+    check: Callable[[CacheRows], None] | None = None,
+) -> Staged:
+    """Read and check all values of a batch, then upload them in one copy through `pool`.
+
+    Without a pool every field goes its own way (see `upload_plainly`). The tensors are for the current stream.
+    """
+    if pool is not None and not _same_device(pool.device, batch.device):
+        raise BatchError(f"the batch is for {batch.device}, {pool!r} uploads to {pool.device}; use a pool per device")
+    sampling = table_of(batch.reqs)
+    cache = None
+    if part == "cache" or batch.forward_mode == "extend":
+        cache = cache_rows(batch.reqs, batch.device if pool is None else pool.device)
+        if check is not None:
+            check(cache)
+    if pool is None:
+        columns: dict[str, Any] = {field.name: sampling[field.name] for field in SAMPLING.fields}
+        layout = SAMPLING
+        if cache is not None:
+            columns.update(cache.columns())
+            layout = PREFILL
+        tensors: Mapping[str, torch.Tensor] = upload_plainly(layout, columns, batch.device)
+    else:
+        with pool.lease(SAMPLING if cache is None else PREFILL, rows=len(batch.reqs)) as lease:
+            lease.write_records(sampling, SAMPLING)
+            if cache is not None:
+                for name, values in cache.columns().items():
+                    lease[name] = values
+            tensors = lease.upload()
+    return Staged(
+        tensors=tensors,
+        sampling=sampling,
+        cache=cache,
+        requests=list(batch.reqs),
+        params=[request.sampling_params for request in batch.reqs],
+        deterministic=batch.deterministic,
+        pool=pool,
+    )
+
+
+def stage_rows(
+    layout: Layout, columns: Mapping[str, Sequence[int]], pool: StagingPool | None, device: torch.device
+) -> Mapping[str, torch.Tensor]:
+    """Upload per-row columns of `layout` as one copy: keep-indices, a decode step's arrays, anything of that kind.
+
+    An index list that torch uploads by itself makes the host wait. Without a pool each column goes its own way.
+    """
+    rows = len(next(iter(columns.values())))
+    if pool is None:
+        return upload_plainly(layout, columns, device)
+    with pool.lease(layout, rows=rows) as lease:
+        for name, values in columns.items():
+            lease[name] = values
+        return lease.upload()
+
+
+def upload_plainly(layout: Layout, columns: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """The way without a pool: each field from a fresh host tensor, pinned on CUDA, in a copy of its own."""
+    tensors: dict[str, torch.Tensor] = {}
+    for field in layout.fields:
+        # np.array copies: on the CPU .to() would alias whatever the values came from.
+        array = np.array(columns[field.name], dtype=field.numpy_dtype).reshape(-1, *field.shape)
+        host = torch.from_numpy(array)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        tensors[field.name] = host.to(device, non_blocking=True)
+    return tensors
+
+
+def cache_rows(requests: Sequence[Any], device: torch.device) -> CacheRows:
+    """Read and check what the cache columns need. Raises `CacheIndexError`, naming the request."""
+    prefixes: list[torch.Tensor | None] = []
+    pointers: list[int] = []
+    lengths: list[int] = []
+    for request in requests:
+        prefix = request.prefix_indices
+        known = getattr(request, "known_prefix", None)
+        if known is None or known[0] is not prefix:
+            known = _checked_prefix(request, prefix, device)
+        prefixes.append(prefix)
+        pointers.append(known[1])
+        lengths.append(known[2])
+    extend_lens = _integers(requests, "extend_input_len")
+    pool_indices = _integers(requests, "req_pool_idx")
+    prefix_lens = np.array(lengths, dtype=np.int64)
+    starts = np.cumsum(extend_lens) - extend_lens
+    return CacheRows(prefixes, pointers, pool_indices, prefix_lens, extend_lens, prefix_lens + extend_lens, starts)
+
+
+def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[torch.Tensor | None, int, int]:
+    rid = getattr(request, "rid", "?")
+    if prefix is None:
+        return None, 0, 0
+    if not isinstance(prefix, torch.Tensor):
+        raise CacheIndexError(f"request {rid!r}: prefix_indices is a {type(prefix).__name__}; give the int64 tensor")
+    problem = ""
+    if prefix.dtype != torch.int64:
+        problem = f"is {prefix.dtype}, and the kernel reads int64; convert it with .to(torch.int64)"
+    elif prefix.ndim != 1:
+        problem = f"has shape {tuple(prefix.shape)}; it must be one-dimensional"
+    elif not prefix.is_contiguous():
+        problem = "is not contiguous, and the kernel reads it by one pointer; call .contiguous()"
+    elif not _same_device(prefix.device, device):
+        problem = f"is on {prefix.device}, the batch on {device}; move it there"
+    elif prefix.requires_grad:
+        problem = "requires a gradient; call .detach()"
+    if problem:
+        raise CacheIndexError(f"request {rid!r}: prefix_indices {problem}")
+    length = prefix.numel()
+    known = (prefix, prefix.data_ptr() if length else 0, length)
+    if hasattr(request, "known_prefix"):
+        request.known_prefix = known
+    return known
+
+
+def _integers(requests: Sequence[Any], name: str) -> npt.NDArray[np.int64]:
+    values = [getattr(request, name) for request in requests]
+    if not set(map(type, values)) <= {int}:
+        values = [_integer(request, name, value) for request, value in zip(requests, values, strict=True)]
+    wrong = not 0 <= min(values, default=0) or max(values, default=0) >= _MOST_TOKENS
+    if wrong:
+        row = next(row for row, value in enumerate(values) if not 0 <= value < _MOST_TOKENS)
+        raise CacheIndexError(
+            f"request {getattr(requests[row], 'rid', row)!r}: {name} is {values[row]}; it must be from 0 to "
+            f"{_MOST_TOKENS - 1}"
+        )
+    return np.array(values, dtype=np.int64)
+
+
+def _integer(request: Any, name: str, value: object) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise CacheIndexError(
+            f"request {getattr(request, 'rid', '?')!r}: {name} is {value!r}, not an integer; set it before the batch "
+            f"is built"
+        ) from None
+
+
+def _same_cache_rows(cache: CacheRows, requests: Sequence[Any]) -> bool:
+    return (
+        all(a is request.prefix_indices for a, request in zip(cache.prefixes, requests, strict=True))
+        and cache.extend_lens.tolist() == [request.extend_input_len for request in requests]
+        and cache.pool_indices.tolist() == [request.req_pool_idx for request in requests]
+    )
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
