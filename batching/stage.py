@@ -246,8 +246,7 @@ def _integers(requests: Sequence[Any], name: str) -> npt.NDArray[np.int64]:
     values = [getattr(request, name) for request in requests]
     if not set(map(type, values)) <= {int}:
         values = [_integer(request, name, value) for request, value in zip(requests, values, strict=True)]
-    wrong = not 0 <= min(values, default=0) or max(values, default=0) >= _MOST_TOKENS
-    if wrong:
+    if values and (min(values) < 0 or max(values) >= _MOST_TOKENS):
         row = next(row for row, value in enumerate(values) if not 0 <= value < _MOST_TOKENS)
         raise CacheIndexError(
             f"request {getattr(requests[row], 'rid', row)!r}: {name} is {values[row]}; it must be from 0 to "

@@ -1,0 +1,200 @@
+"""`python -m batching replay`: recorded traffic through the scheduler, checked, with a table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from tqdm import tqdm
+
+from batching.replay.scheduler import Result, Scheduler, Settings
+from batching.replay.trace import TraceError, TraceRequest, builtin_trace, read_trace
+from staging import PoolStats, StagingError, StagingPool
+
+_SHOWN_BAD_ROWS = 5
+
+
+def add_parser(commands: Any) -> None:
+    """Add `replay` to the subparsers of `python -m batching`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="replay recorded traffic through the pool and check every batch",
+        description="Replay recorded traffic through a small scheduler whose every upload goes through a StagingPool. "
+        "With --check (the default) each batch is also built the plain way and by a naive oracle, and tensors and "
+        "sampled tokens are compared bit for bit.",
+        epilog="Exit status: 0 done with 0 mismatches, 1 mismatches found, 2 the replay could not be run.",
+    )
+    parser.add_argument(
+        "trace", nargs="?", type=Path, metavar="TRACE",
+        help="an Azure CSV or Mooncake JSONL file, recognised by its content; without it a small built-in trace",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
+    )
+    parser.add_argument("--requests", type=_positive, metavar="N", help="replay the first N requests only")
+    parser.add_argument("--max-batch", type=_positive, default=256, metavar="N", help="running requests (default 256)")
+    parser.add_argument("--slots", type=_positive, default=4, metavar="N", help="slots of the ring; it may grow to 2 N")
+    parser.add_argument(
+        "--ahead", type=_count, default=Settings().ahead, metavar="N",
+        help="iterations built before the tokens of one are read (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-tokens", type=_positive, metavar="N", help="KV indices (default: room for ten of the longest requests)"
+    )
+    parser.add_argument(
+        "--forward-us", type=float, default=Settings().forward_us, metavar="US",
+        help="microseconds that a forward keeps a CUDA device busy (default %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare every batch (default), or do not"
+    )
+    parser.add_argument(
+        "--skip-bad-rows", action="store_true", help="leave malformed rows of TRACE out, and count them"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command itself; returns the exit status."""
+    bad_rows: list[TraceError] = []
+    try:
+        if arguments.trace is None:
+            trace = builtin_trace()[: arguments.requests]
+        else:
+            on_bad_row = bad_rows.append if arguments.skip_bad_rows else None
+            trace = read_trace(arguments.trace, limit=arguments.requests, on_bad_row=on_bad_row)
+        device = _device(arguments.device)
+        settings = Settings(
+            max_batch=arguments.max_batch,
+            ahead=arguments.ahead,
+            kv_tokens=arguments.kv_tokens,
+            forward_us=arguments.forward_us,
+        )
+        with StagingPool(device, slots=arguments.slots, name="replay") as pool:
+            result = _replay(trace, pool, settings, check=arguments.check)
+            stats = pool.stats()
+    except (TraceError, StagingError) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("replay: interrupted", file=sys.stderr)
+        return 130
+    for bad in bad_rows[:_SHOWN_BAD_ROWS]:
+        print(f"left out: {bad.path}, line {bad.line}: {bad.reason}", file=sys.stderr)
+    if len(bad_rows) > _SHOWN_BAD_ROWS:
+        print(f"left out: {len(bad_rows) - _SHOWN_BAD_ROWS} more rows", file=sys.stderr)
+    name = "built-in trace" if arguments.trace is None else arguments.trace.name
+    print(report(name, pool, result, stats, len(bad_rows)))
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(json.dumps(as_json(name, pool, result, stats, len(bad_rows)), indent=2) + "\n")
+        except OSError as error:
+            print(f"replay: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
+            return 2
+    return 1 if _mismatches(result) else 0
+
+
+def report(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> str:
+    """The table at the end."""
+    lines = [
+        ("trace", name + (f" ({bad_rows} malformed rows left out)" if bad_rows else "")),
+        ("device", f"{_device_name(pool.device)}, host memory {pool.memory}, torch {torch.__version__}"),
+        ("requests", f"{result.requests:,} finished, {result.refused:,} refused as too long"),
+        ("prompt tokens", f"{result.prompt_tokens:,}, {result.cached_tokens:,} of them cached"),
+        ("longest prefix", f"{result.longest_prefix:,} tokens"),
+        ("output tokens", f"{result.output_tokens:,}, {result.overrun_tokens:,} more thrown away"),
+        ("steps", f"{result.prefill_steps:,} prefill, {result.decode_steps:,} decode, {result.filters:,} filters"),
+        ("time", f"{result.wall_ns / 1e9:.1f} s"),
+        ("host time per batch built", f"{_each(result.prefill_build_ns, result.prefill_steps)} prefill"),
+        ("", f"{_each(result.decode_build_ns, result.decode_steps)} decode"),
+        ("", f"{_each(result.filter_ns, result.filters)} filter"),
+        ("slots met in flight", f"{stats.met_in_flight:,}"),
+        ("mismatches", _mismatch_line(result)),
+    ]
+    width = max(len(label) for label, _ in lines) + 2
+    table = [f"{label:<{width}}{value}" for label, value in lines]
+    numbers = [f"{key} {value:,}" for key, value in stats.as_dict().items() if value]
+    table += _wrapped(f"{'pool':<{width}}", numbers, width)
+    return "\n".join(table)
+
+
+def as_json(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> dict[str, Any]:
+    """The result for machines: counts, nanoseconds, bytes."""
+    return {
+        "trace": name,
+        "device": _device_name(pool.device),
+        "memory": pool.memory,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **attrs.asdict(result),
+        "bad_rows": bad_rows,
+        "uploads": stats.uploads,
+        "in_flight_met": stats.met_in_flight,
+        "mismatches": _mismatches(result),
+        "mismatches_by_kind": result.mismatches,
+        "pool": stats.as_dict(),
+    }
+
+
+def _replay(trace: Sequence[TraceRequest], pool: StagingPool, settings: Settings, *, check: bool) -> Result:
+    scheduler = Scheduler(trace, pool, settings, check=check)
+    total = len(trace) - scheduler.result.refused
+    # disable=None: no bar where the output is no terminal.
+    with tqdm(total=total, desc="replay", unit="request", disable=None, leave=False) as bar:
+        return scheduler.run(bar.update)
+
+
+def _mismatches(result: Result) -> int | None:
+    return None if result.mismatches is None else sum(result.mismatches.values())
+
+
+def _mismatch_line(result: Result) -> str:
+    if result.mismatches is None:
+        return "not checked"
+    found = ", ".join(f"{count:,} in {kind}" for kind, count in result.mismatches.items() if count)
+    return found or "0: tensors and tokens equal bit for bit"
+
+
+def _device(wish: str) -> str:
+    if wish == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wish
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else str(device)
+
+
+def _each(total_ns: int, count: int) -> str:
+    return f"{total_ns / 1e3 / count:,.0f} us" if count else "no"
+
+
+def _wrapped(head: str, items: list[str], width: int, limit: int = 100) -> list[str]:
+    lines = [head]
+    for item in items:
+        if len(lines[-1]) > width and len(lines[-1]) + len(item) + 2 > limit:
+            lines.append(" " * width)
+        lines[-1] += (", " if len(lines[-1]) > width else "") + item
+    return lines
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not 0 or more")
+    return value

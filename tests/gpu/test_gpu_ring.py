@@ -1,0 +1,182 @@
+"""The ring on a real device: races arranged with a held stream, then shown not to happen."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from staging import CaptureError, Field, Layout, PoolExhausted, StagingPool
+
+STAMPED = Layout(
+    [Field("stamp", torch.int64), Field("half", torch.float32), Field("tokens", torch.int32, "tokens")], "stamped"
+)
+
+
+def send(pool: StagingPool, stamp: int, rows: int = 500) -> torch.Tensor:
+    with pool.lease(STAMPED, rows=rows, tokens=2 * rows) as lease:
+        lease["stamp"] = stamp
+        lease["half"] = stamp / 2
+        lease["tokens"] = stamp
+        upload = lease.upload()
+    return torch.cat([upload["stamp"], (upload["half"] * 2).long(), upload["tokens"].long()])
+
+
+def distances(results: list[torch.Tensor]) -> list[int]:
+    """got - expected for each step: positive is future data, negative stale data."""
+    return [int((result - stamp).abs().max()) for stamp, result in enumerate(results)]
+
+
+def test_this_machine_can_show_the_race(held_stream):
+    """Positive control without the library: a pinned source rewritten behind a held stream arrives rewritten."""
+    source = torch.zeros(1 << 20, dtype=torch.int32, pin_memory=True)
+    target = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+    with held_stream():
+        target.copy_(source, non_blocking=True)
+        source.numpy()[:] = 7
+    assert int(target.min()) == 7
+
+
+def test_every_upload_carries_its_own_bytes_behind_a_held_stream(held_stream):
+    """A ring that may grow hands out new slots while the stream is held; every value is its own batch's."""
+    with StagingPool("cuda", slots=2, max_slots=16) as pool:
+        with held_stream():
+            results = [send(pool, stamp) for stamp in range(16)]
+            assert pool.stats().in_flight == 16
+        assert distances(results) == [0] * 16
+
+
+def test_a_slot_in_flight_is_not_handed_out(held_stream):
+    """With the stream held and the ring at its limit a lease that may not wait is refused."""
+    with StagingPool("cuda", slots=2, max_slots=2, timeout=0) as pool:
+        with held_stream():
+            results = [send(pool, 0), send(pool, 1)]
+            with pytest.raises(PoolExhausted, match="2 in flight"):
+                send(pool, 2)
+        results.append(send(pool, 2))
+        assert distances(results) == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_without_the_guard_the_same_run_gets_future_data(held_stream):
+    """The guard taken out: slots are rewritten under queued copies, and the harness sees it."""
+    with StagingPool("cuda", slots=2, max_slots=2) as pool:
+        with held_stream():
+            results = [send(pool, stamp) for stamp in range(16)]
+        assert max(distances(results)) > 0
+
+
+def test_a_wait_ends_when_the_stream_moves_on(held_stream):
+    """A lease that waits is served after the copy before it has run, and the wait is counted."""
+    with StagingPool("cuda", slots=1, max_slots=1) as pool:
+        with held_stream() as release:
+            results = [send(pool, 0)]
+            # The flag opens while the lease below polls: a real wait, whose end does not depend on timing.
+            timer = _after_first_poll(pool, release)
+            results.append(send(pool, 1))
+            assert timer.called
+        assert distances(results) == [0, 0]
+        assert pool.stats().leases_waited == 1
+
+
+class _after_first_poll:  # noqa: N801
+    """Opens the latch from within the pool's own sleep."""
+
+    def __init__(self, pool: StagingPool, release) -> None:
+        self.called = False
+        sleep = pool._device.sleep
+
+        def sleeping(seconds: float) -> None:
+            self.called = True
+            release()
+            sleep(seconds)
+
+        pool._device.sleep = sleeping
+
+
+def test_memory_of_a_collected_pool_is_not_reused_under_its_copies(held_stream):
+    """Everything dropped while the copies wait: pinned memory taken afterwards does not overwrite what they read."""
+    pool = StagingPool("cuda", slots=4, slot_bytes=1 << 16)
+    with held_stream():
+        results = [send(pool, stamp) for stamp in range(4)]
+        del pool
+        gc.collect()
+        others = [torch.full((1 << 16,), 255, dtype=torch.uint8).pin_memory() for _ in range(200)]
+    assert distances(results) == [0] * 4
+    del others
+
+
+def test_an_upload_is_refused_on_a_capturing_stream_and_the_capture_survives():
+    """The error comes before any CUDA call, so the graph is still good."""
+    with StagingPool("cuda") as pool:
+        source = torch.zeros(8, device="cuda")
+        target = torch.zeros(8, device="cuda")
+        open_lease = pool.lease(STAMPED, rows=1, tokens=2)
+        for name in ("stamp", "half", "tokens"):
+            open_lease[name] = 3
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            target.copy_(source)
+            with pytest.raises(CaptureError):
+                pool.lease(STAMPED, rows=1, tokens=2)
+            with pytest.raises(CaptureError):
+                open_lease.upload()
+        source.fill_(5)
+        graph.replay()
+        assert int(open_lease.upload()["stamp"]) == 3
+        assert target.tolist() == [5.0] * 8
+
+
+def test_a_graph_reads_what_was_uploaded_to_its_fixed_destination():
+    """Thousands of replays, each behind an upload to the same address, each with that upload's values."""
+    with StagingPool("cuda") as pool:
+        destination = torch.zeros(STAMPED.nbytes(rows=8, tokens=16), dtype=torch.uint8, device="cuda")
+        with pool.lease(STAMPED, rows=8, tokens=16) as lease:
+            for name in ("stamp", "half", "tokens"):
+                lease[name] = 0
+            fixed = lease.upload(out=destination)
+        seen = torch.zeros(8, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for stamp in range(3000):
+            with pool.lease(STAMPED, rows=8, tokens=16) as lease:
+                lease["stamp"] = stamp
+                lease["half"] = 0
+                lease["tokens"] = 2 * stamp
+                assert lease.upload(out=destination)["stamp"].data_ptr() == fixed["stamp"].data_ptr()
+            graph.replay()
+            wrong += (seen != 3 * stamp).sum()
+        assert int(wrong) == 0
+
+
+def test_tensors_are_used_on_another_stream_after_wait(held_stream):
+    """`wait(stream)` orders the copy before the reader, and keeps memory from being reused while it reads."""
+    side = torch.cuda.Stream()
+    reader = torch.cuda.Stream()
+    with StagingPool("cuda") as pool:
+        kept = []
+        with torch.cuda.stream(side), held_stream():
+            with pool.lease(STAMPED, rows=5000, tokens=10) as lease:
+                for name in ("stamp", "half", "tokens"):
+                    lease[name] = 9
+                upload = lease.upload()
+            upload.wait(reader)
+            with torch.cuda.stream(reader):
+                kept.append(upload["stamp"] + 1)
+            del upload
+            others = [torch.full((5000,), -7, dtype=torch.int64, device="cuda") for _ in range(50)]
+        torch.cuda.synchronize()
+        assert int(kept[0].min()) == int(kept[0].max()) == 10
+        del others
+
+
+def test_the_pool_is_pinned_and_says_so():
+    """memory="auto" pins on a CUDA machine, the index is resolved, stats report what is locked."""
+    with StagingPool("cuda", slots=3, slot_bytes=5000) as pool:
+        assert (pool.memory, pool.device) == ("pinned", torch.device("cuda", torch.cuda.current_device()))
+        assert pool.stats().pinned_bytes == 3 * 8192
