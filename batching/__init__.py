@@ -4,7 +4,7 @@
 `python -m batching replay` runs them on recorded traffic.
 """
 
-from batching.cache import write_cache_indices
+from batching.cache import warm, write_cache_indices
 from batching.errors import BatchError, CacheIndexError, SamplingValueError
 from batching.info import SamplingBatchInfo
 from batching.params import SamplingParams
@@ -21,5 +21,6 @@ __all__ = [
     "ScheduleBatch",
     "stage_batch",
     "stage_rows",
+    "warm",
     "write_cache_indices",
 ]

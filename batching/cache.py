@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from batching.errors import CacheIndexError
-from batching.request import ScheduleBatch
+from batching.params import SamplingParams
+from batching.request import Request, ScheduleBatch
 from batching.stage import CacheRows, Staged, staged_for
 from staging import StagingPool
 
@@ -61,6 +62,15 @@ def write_cache_indices(
         batch.staged = None
         raise
     return staged
+
+
+def warm(pool: StagingPool) -> None:
+    """Pay the first-use costs of building a batch: `StagingPool.warm`, and compiling the kernel for its device."""
+    pool.warm()
+    request = Request("warm-up", SamplingParams(), None, 1, 0)
+    table = torch.zeros((1, 1), dtype=torch.int32, device=pool.device)
+    out_cache_loc = torch.zeros(1, dtype=torch.int64, device=pool.device)
+    write_cache_indices(ScheduleBatch([request], pool.device), table, out_cache_loc, pool)
 
 
 def write_with_torch(req_to_token: torch.Tensor, staged: Staged, out_cache_loc: torch.Tensor) -> None:

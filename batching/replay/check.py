@@ -23,13 +23,15 @@ class Checker:
     def __init__(self, req_to_token: torch.Tensor) -> None:
         self._table = req_to_token
         self._oracle = req_to_token.clone()
-        self._counts = torch.zeros(len(KINDS), dtype=torch.int64, device=req_to_token.device)
+        self._counts = {kind: torch.zeros((), dtype=torch.int64, device=req_to_token.device) for kind in KINDS}
 
     def prefill(self, batch: ScheduleBatch, staged: Staged, out_cache_loc: torch.Tensor) -> None:
         """Compare what a prefill batch uploaded, and the rows that were written from it."""
         plain = stage_batch(_again(batch), None, "cache")
-        for field in CACHE.fields:
-            self._compare("cache columns", staged.tensors[field.name], plain.tensors[field.name])
+        names = [field.name for field in CACHE.fields]
+        self._compare(
+            "cache columns", [staged.tensors[name] for name in names], [plain.tensors[name] for name in names]
+        )
         start = 0
         for request in batch.reqs:
             prefix = request.prefix_indices
@@ -53,7 +55,7 @@ class Checker:
     def row(self, request: Request, length: int) -> None:
         """Compare the first `length` entries of a request's row."""
         slot = request.req_pool_idx
-        self._compare("req_to_token", self._table[slot, :length], self._oracle[slot, :length])
+        self._compare("req_to_token", [self._table[slot, :length]], [self._oracle[slot, :length]])
 
     def sampled(
         self,
@@ -65,23 +67,29 @@ class Checker:
     ) -> None:
         """Compare the sampling columns, however they came about, and the tokens drawn with them."""
         plain = SamplingBatchInfo.from_schedule_batch(_again(batch, "decode"), VOCAB_SIZE, None)
-        for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
-            self._compare("sampling columns", getattr(info, name), getattr(plain, name))
-        self._compare("tokens", tokens, sample(logits, plain, seq_lens))
+        self._compare("sampling columns", _columns(info), _columns(plain))
+        self._compare("tokens", [tokens], [sample(logits, plain, seq_lens)])
 
     def mismatches(self) -> dict[str, int]:
-        """Differing elements by kind, all so far. Waits for the device."""
-        return dict(zip(KINDS, self._counts.tolist(), strict=True))
+        """Differing bytes by kind, all so far. Waits for the device."""
+        return {kind: int(count) for kind, count in self._counts.items()}
 
-    def _compare(self, kind: str, ours: torch.Tensor, plain: torch.Tensor) -> None:
-        if ours.dtype != plain.dtype or ours.shape != plain.shape:
-            self._counts[KINDS.index(kind)] += max(1, ours.numel())
+    def _compare(self, kind: str, ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+        if [(one.dtype, one.shape) for one in ours] != [(one.dtype, one.shape) for one in plain]:
+            self._counts[kind].add_(sum(one.nbytes for one in plain) or 1)
             return
-        if ours.element_size() == 8:
-            ours, plain = ours.view(torch.int64), plain.view(torch.int64)
-        elif ours.is_floating_point():
-            ours, plain = ours.view(torch.int32), plain.view(torch.int32)
-        self._counts[KINDS.index(kind)] += (ours != plain).sum()
+        self._counts[kind].add_((_bytes(ours) != _bytes(plain)).sum())
+
+
+def _columns(info: SamplingBatchInfo) -> list[torch.Tensor]:
+    assert info.sampling_seed is not None, "the replay samples deterministically"
+    return [info.temperatures, info.top_ps, info.top_ks, info.min_ps, info.sampling_seed]
+
+
+def _bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All bytes in one tensor, so that many small ones are compared by one operation."""
+    parts = [one.reshape(-1).view(torch.uint8) for one in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _again(batch: ScheduleBatch, mode: str | None = None) -> ScheduleBatch:

@@ -17,9 +17,8 @@ def logits_of(
     last_tokens: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, req_to_token: torch.Tensor
 ) -> torch.Tensor:
     """Logits (rows, VOCAB_SIZE) float32, from int64 (rows,) tensors and the table. No host synchronisation."""
-    state = _mix(last_tokens + 1)
-    for position in (torch.zeros_like(seq_lens), seq_lens // 2, seq_lens - 1):
-        state = _mix(state ^ (req_to_token[req_pool_indices, position].to(torch.int64) + seq_lens))
+    first, middle, last = (req_to_token[req_pool_indices, at] for at in (seq_lens * 0, seq_lens // 2, seq_lens - 1))
+    state = _mix((last_tokens + 1) * 0x2545F491 + seq_lens * 0x9E3779B1 + first * 31 + middle * 17 + last)
     vocabulary = torch.arange(VOCAB_SIZE, device=state.device)
     return _uniform(state[:, None] + vocabulary * 0x1E3779B9) * 8.0
 

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from batching.cache import write_cache_indices
+from batching.cache import warm, write_cache_indices
 from batching.info import KEEP, SamplingBatchInfo
 from batching.params import SamplingParams
 from batching.replay.blocks import BlockCache, KVIndexPool, Prefix
@@ -57,7 +57,7 @@ class Settings:
     """Longest request accepted, prompt and output; longer ones are refused and counted."""
     ahead: int = 2
     """Iterations built before the tokens of one are read; 0 reads them at once."""
-    forward_us: float = 2000.0
+    forward_us: float = 5000.0
     """How long a forward keeps a CUDA device busy, in microseconds; elsewhere it takes what it takes."""
 
 
@@ -143,6 +143,7 @@ class Scheduler:
 
     def run(self, on_finished: Callable[[int], None] | None = None) -> Result:
         """Replay all requests; `on_finished` is told how many finished, as they do. Returns what was done."""
+        warm(self.pool)
         start = time.perf_counter_ns()
         while self._waiting or self._running or self._pending:
             self._drop_finished()
