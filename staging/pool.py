@@ -438,7 +438,9 @@ class StagingPool:
                 if after is not None:
                     device.wait(stream, after)
                 device.copy(landing, slot.buffer, plan.total, stream)
-                device.record(slot.event, stream)
+                if rows is not landing and plan.row_span is not None:
+                    device.copy_on_device(rows, landing, plan.row_span, stream)
+                device.record(slot.event, stream)  # behind both: `Upload.wait` waits for all of it
                 with self._ring.lock:
                     self._ring.uploaded(slot, plan)
             except BaseException as error:
@@ -447,8 +449,6 @@ class StagingPool:
                     self._ring.counters.uploads_failed += 1
                     self._ring.quarantine(slot, error)
                 raise
-            if rows is not landing and plan.row_span is not None:
-                device.copy_on_device(rows, landing, plan.row_span, stream)
         return Upload(self, slot, generation, plan, landing, rows, stream, fresh=out is None)
 
     def _discard(self, lease: Lease) -> None:

@@ -155,7 +155,8 @@ def test_a_graph_reads_what_was_uploaded_to_its_fixed_destination():
 
 
 def test_tensors_are_used_on_another_stream_after_wait(held_stream):
-    """`wait(stream)` orders the copy before the reader, and keeps memory from being reused while it reads."""
+    """`wait(stream)` orders everything the upload queued before the reader, and keeps memory while it reads."""
+    assert int(torch.zeros(1, dtype=torch.int64, device="cuda") + 1) == 1  # the reader's kernel is loaded now
     side = torch.cuda.Stream()
     reader = torch.cuda.Stream()
     with StagingPool("cuda") as pool:
