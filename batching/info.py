@@ -17,10 +17,11 @@ from staging import Field, Layout, StagingPool
 
 KEEP = Layout([Field("keep_indices", torch.int64)], name="keep indices")
 
+_FLAGS = ("is_all_greedy", "is_any_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
 _COLUMNS = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class SamplingBatchInfo:
     """The sampling parameters of a batch, one row for each request, on the batch's device.
 
@@ -78,6 +79,15 @@ class SamplingBatchInfo:
         device = columns["temperatures"].device
         return cls(**columns, vocab_size=vocab_size, device=device, table=staged.sampling)
 
+    def __repr__(self) -> str:
+        # Without the values: printing a tensor waits for the device.
+        seeds = "no seeds" if self.sampling_seed is None else "seeds"
+        flags = [name for name in _FLAGS if getattr(self, name)]
+        return (
+            f"<SamplingBatchInfo: {len(self)} rows on {self.device}, vocabulary {self.vocab_size}, {seeds}"
+            f"{', ' if flags else ''}{', '.join(flags)}>"
+        )
+
     def __len__(self) -> int:
         return len(self._table)
 
@@ -97,10 +107,8 @@ class SamplingBatchInfo:
         keep = checked_keep_indices(keep_indices, len(self))
         if keep_indices_device is None:
             keep_indices_device = stage_rows(KEEP, {"keep_indices": keep}, pool, self.device)["keep_indices"]
-        elif keep_indices_device.shape != (len(keep),):
-            raise BatchError(
-                f"keep_indices_device has shape {tuple(keep_indices_device.shape)} for {len(keep)} kept rows"
-            )
+        elif not isinstance(keep_indices_device, torch.Tensor) or keep_indices_device.shape != (len(keep),):
+            raise BatchError(f"keep_indices_device must be a tensor of the {len(keep)} kept rows")
         for name in _COLUMNS:
             column = getattr(self, name)
             if column is not None:
@@ -150,7 +158,9 @@ def checked_keep_indices(keep_indices: Sequence[int], rows: int) -> list[int]:
     """`keep_indices` as a list of distinct rows of a batch of `rows`, or `BatchError`."""
     keep = list(keep_indices)
     for index in keep:
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not 0 <= index < rows:
+        if not isinstance(index, (int, np.integer)) or isinstance(index, (bool, np.timedelta64)):
+            raise BatchError(f"keep_indices has {index!r}, which is no row number")
+        if not 0 <= index < rows:
             raise BatchError(f"keep_indices has {index!r}; the batch has rows 0 to {rows - 1}")
     if len(set(keep)) != len(keep):
         raise BatchError("keep_indices names a row twice")

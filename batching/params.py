@@ -114,7 +114,8 @@ def table_of(requests: Sequence[Any]) -> Table:
     """
     params = [request.sampling_params for request in requests]
     if set(map(type, params)) <= {SamplingParams}:
-        return SAMPLING.join([one.record for one in params])
+        # Not SAMPLING.join, which measures every record: these were packed by it.
+        return np.frombuffer(b"".join([one.record for one in params]), SAMPLING.record_dtype)
     return _foreign_table(requests, params)
 
 
@@ -140,10 +141,10 @@ def _foreign_table(requests: Sequence[Any], params: list[Any]) -> Table:
             table["sampling_seed"] = [DEFAULT_SEED if seed is None else seed for seed in seeds]
     except (OverflowError, FloatingPointError, TypeError):
         return _one_by_one(requests, table)
-    column = table["temperatures"][:, 0]
+    exact = np.array(temperatures, dtype=np.float64)  # the sign of a tiny one is gone after rounding
     in_range = (
-        (column >= 0)
-        & (column < math.inf)
+        (exact >= 0)
+        & (exact < math.inf)
         & (table["top_ps"] > 0)
         & (table["top_ps"] <= 1)
         & (table["min_ps"] >= 0)
@@ -153,7 +154,7 @@ def _foreign_table(requests: Sequence[Any], params: list[Any]) -> Table:
     if not in_range.all():
         return _one_by_one(requests, table)
     table["top_ks"][table["top_ks"] == -1] = TOP_K_ALL
-    greedy = np.array(temperatures) < GREEDY_BELOW
+    greedy = exact < GREEDY_BELOW
     if greedy.any():
         table["temperatures"][greedy] = 1.0
         table["top_ks"][greedy] = 1

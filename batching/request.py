@@ -26,14 +26,15 @@ class Request:
     rid: str
     """The request's id, for messages."""
     sampling_params: SamplingParams
-    prefix_indices: torch.Tensor | None = None
+    prefix_indices: torch.Tensor | None = attrs.field(default=None, repr=False)
     """KV indices of the cached prefix: int64, one-dimensional, contiguous, on the batch's device. None is empty."""
     extend_input_len: int = 0
     """Tokens to compute in this batch, behind the prefix."""
     req_pool_idx: int | None = None
     """The request's row in `req_to_token`."""
-    known_prefix: tuple[torch.Tensor, int, int] | None = attrs.field(default=None, init=False, repr=False)
-    """The last prefix that was checked, with its pointer and length: good while the request has that very tensor."""
+    known_prefix: tuple[torch.Tensor, int, int, torch.device] | None = attrs.field(default=None, init=False, repr=False)
+    """The last prefix that was checked, its pointer, length, and the device it was checked for: good while the request
+    has that very tensor."""
 
 
 @attrs.define(eq=False)
@@ -44,7 +45,7 @@ class ScheduleBatch:
     "decode" needs the sampling columns alone. `deterministic` turns per-request seeds on.
     """
 
-    reqs: list[Any]
+    reqs: list[Any] = attrs.field(repr=lambda reqs: f"<{len(reqs)} requests>")
     """`Request` objects, or others with the same attribute names."""
     device: torch.device = attrs.field(converter=torch.device)
     forward_mode: ForwardMode = attrs.field(default="extend", validator=attrs.validators.in_(("extend", "decode")))

@@ -19,7 +19,7 @@ import torch
 from batching.errors import BatchError, CacheIndexError
 from batching.params import SAMPLING, SamplingParams, Table, table_of
 from batching.request import ScheduleBatch
-from staging import Field, Layout, StagingPool, Upload
+from staging import Field, FieldError, Layout, StagingPool, Upload
 
 CACHE = Layout(
     [
@@ -38,6 +38,7 @@ begins; `seq_lens` is prefix and extend together."""
 PREFILL = SAMPLING + CACHE
 """One prefill batch: everything in one copy."""
 
+_INTEGER = Field("length", torch.int64)
 _MOST_TOKENS = 1 << 48
 """No length or row comes near it, and sums over a batch stay far from the end of int64."""
 
@@ -82,12 +83,16 @@ class Staged:
     params: list[Any]
     deterministic: bool
     pool: StagingPool | None
+    stream: int
+    """The CUDA stream of the copies where there was no pool; an `Upload` knows its own."""
     taken: set[Part] = attrs.Factory(set)
 
     def serves(self, batch: ScheduleBatch, pool: StagingPool | None, part: Part) -> bool:
         """Whether the batch still is what was staged, as far as `part` is concerned."""
         if part in self.taken or self.pool is not pool or self.deterministic != batch.deterministic:
             return False
+        if pool is None and self.stream != _current_stream(batch.device):
+            return False  # nothing orders that stream behind the copies
         if len(self.requests) != len(batch.reqs) or not all(map(operator.is_, self.requests, batch.reqs)):
             return False
         if part == "cache":
@@ -164,6 +169,7 @@ def stage_batch(
         params=[request.sampling_params for request in batch.reqs],
         deterministic=batch.deterministic,
         pool=pool,
+        stream=_current_stream(batch.device) if pool is None else 0,
     )
 
 
@@ -174,9 +180,13 @@ def stage_rows(
 
     An index list that torch uploads by itself makes the host wait. Without a pool each column goes its own way.
     """
+    if columns.keys() != {field.name for field in layout.fields}:
+        raise BatchError(f"{layout!r} got columns named {', '.join(map(repr, columns))}; give one for each field")
     rows = len(next(iter(columns.values())))
     if pool is None:
         return upload_plainly(layout, columns, device)
+    if not _same_device(pool.device, device):
+        raise BatchError(f"{layout.name}: {pool!r} uploads to {pool.device}, not to {device}; use a pool per device")
     with pool.lease(layout, rows=rows) as lease:
         for name, values in columns.items():
             lease[name] = values
@@ -186,10 +196,9 @@ def stage_rows(
 def upload_plainly(layout: Layout, columns: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     """The way without a pool: each field from a fresh host tensor, pinned on CUDA, in a copy of its own."""
     tensors: dict[str, torch.Tensor] = {}
+    rows = len(next(iter(columns.values())))
     for field in layout.fields:
-        # np.array copies: on the CPU .to() would alias whatever the values came from.
-        array = np.array(columns[field.name], dtype=field.numpy_dtype).reshape(-1, *field.shape)
-        host = torch.from_numpy(array)
+        host = torch.from_numpy(field.array(columns[field.name], rows))
         if device.type == "cuda":
             host = host.pin_memory()
         tensors[field.name] = host.to(device, non_blocking=True)
@@ -204,7 +213,7 @@ def cache_rows(requests: Sequence[Any], device: torch.device) -> CacheRows:
     for request in requests:
         prefix = request.prefix_indices
         known = getattr(request, "known_prefix", None)
-        if known is None or known[0] is not prefix:
+        if known is None or known[0] is not prefix or known[3] != device:
             known = _checked_prefix(request, prefix, device)
         prefixes.append(prefix)
         pointers.append(known[1])
@@ -216,10 +225,10 @@ def cache_rows(requests: Sequence[Any], device: torch.device) -> CacheRows:
     return CacheRows(prefixes, pointers, pool_indices, prefix_lens, extend_lens, prefix_lens + extend_lens, starts)
 
 
-def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[torch.Tensor | None, int, int]:
+def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[Any, int, int, torch.device]:
     rid = getattr(request, "rid", "?")
     if prefix is None:
-        return None, 0, 0
+        return None, 0, 0, device
     if not isinstance(prefix, torch.Tensor):
         raise CacheIndexError(f"request {rid!r}: prefix_indices is a {type(prefix).__name__}; give the int64 tensor")
     problem = ""
@@ -231,12 +240,10 @@ def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[to
         problem = "is not contiguous, and the kernel reads it by one pointer; call .contiguous()"
     elif not _same_device(prefix.device, device):
         problem = f"is on {prefix.device}, the batch on {device}; move it there"
-    elif prefix.requires_grad:
-        problem = "requires a gradient; call .detach()"
     if problem:
         raise CacheIndexError(f"request {rid!r}: prefix_indices {problem}")
     length = prefix.numel()
-    known = (prefix, prefix.data_ptr() if length else 0, length)
+    known = (prefix, prefix.data_ptr() if length else 0, length, device)
     if hasattr(request, "known_prefix"):
         request.known_prefix = known
     return known
@@ -257,13 +264,11 @@ def _integers(requests: Sequence[Any], name: str) -> npt.NDArray[np.int64]:
 
 def _integer(request: Any, name: str, value: object) -> int:
     try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+        return int(_INTEGER.number(value))
+    except FieldError as error:
+        reason = str(error).removeprefix(f"field {_INTEGER.name!r}: ")
         raise CacheIndexError(
-            f"request {getattr(request, 'rid', '?')!r}: {name} is {value!r}, not an integer; set it before the batch "
-            f"is built"
+            f"request {getattr(request, 'rid', '?')!r}: {name}: {reason}; set it before the batch is built"
         ) from None
 
 
@@ -273,6 +278,10 @@ def _same_cache_rows(cache: CacheRows, requests: Sequence[Any]) -> bool:
         and cache.extend_lens.tolist() == [request.extend_input_len for request in requests]
         and cache.pool_indices.tolist() == [request.req_pool_idx for request in requests]
     )
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _same_device(one: torch.device, other: torch.device) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,8 +69,11 @@ class CudaDevice:
         # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
         landing.copy_(source.tensor[:nbytes], non_blocking=True)
 
-    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: int) -> None:
-        rows[slice(*span)].copy_(landing[slice(*span)])
+    def copy_on_device(
+        self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        for start, to, nbytes in runs:
+            rows[to : to + nbytes].copy_(landing[start : start + nbytes])
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -52,8 +53,10 @@ class Device(Protocol):
     def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: Any) -> None:
         """Queue the copy of the first `nbytes` of `source` to `landing` on `stream`, which is the current one."""
 
-    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: Any) -> None:
-        """Queue, behind the copy to `landing`, a device copy of its bytes `span` to the same place in `rows`."""
+    def copy_on_device(
+        self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
+    ) -> None:
+        """Queue, behind the copy to `landing`, device copies to `rows`: (from, to, bytes) each."""
 
     def new_event(self) -> Any:
         """An event that was never recorded."""
@@ -134,8 +137,11 @@ class CpuDevice:
     def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: Any) -> None:
         landing.copy_(source.tensor[:nbytes])  # a copy, where .to("cpu") would alias the slot
 
-    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: Any) -> None:
-        rows[slice(*span)].copy_(landing[slice(*span)])
+    def copy_on_device(
+        self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
+    ) -> None:
+        for start, to, nbytes in runs:
+            rows[to : to + nbytes].copy_(landing[start : start + nbytes])
 
     def new_event(self) -> None:
         return None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from staging.errors import FieldError
-from staging.layout import Place, shown
+from staging.errors import FieldError, shown
+
+if TYPE_CHECKING:
+    from staging.layout import Field
 
 _EXACT: dict[str, frozenset[type]] = {
     "b": frozenset({bool}),
@@ -20,7 +24,7 @@ _EXACT: dict[str, frozenset[type]] = {
 """Python types whose lists numpy converts to a dtype of this kind without losing a value unnoticed."""
 
 
-def write_column(column: npt.NDArray[Any], values: object, place: Place) -> None:
+def write_column(column: npt.NDArray[Any], values: object, field: Field) -> None:
     """Copy `values` into `column`, the view of a slot for one field.
 
     Takes a list, tuple, numpy array, CPU tensor (each as long as the field) or one number for every entry. The
@@ -28,37 +32,42 @@ def write_column(column: npt.NDArray[Any], values: object, place: Place) -> None
     """
     if type(values) is list or type(values) is tuple:
         if column.ndim > 1:
-            if place.nbytes != place.shape[0] * place.numpy_dtype.itemsize:
-                _write_nested(column, values, place)
+            if math.prod(field.shape) > 1:
+                _write_nested(column, values, field)
                 return
             column = column.reshape(-1)  # entries of shape (1,) are written as plain numbers
-        _write_list(column, values, place)
-    elif isinstance(values, torch.Tensor):
+        _write_list(column, values, field)
+    elif isinstance(values, torch.Tensor) and values.ndim:
         if values.device.type != "cpu":
             raise FieldError(
-                f"field {place.field.name!r}: the values are on {values.device}; staging starts from host memory, and "
+                f"field {field.name!r}: the values are on {values.device}; staging starts from host memory, and "
                 f"reading them back would wait for the device"
             )
         try:
             array = values.detach().numpy()
         except (TypeError, RuntimeError) as error:
-            raise FieldError(f"field {place.field.name!r}: cannot read a {values.dtype} tensor ({error})") from error
-        _write_array(column, array, place)
+            raise FieldError(f"field {field.name!r}: cannot read a {values.dtype} tensor ({error})") from error
+        _write_array(column, array, field)
     elif isinstance(values, np.ndarray) and values.ndim:
-        _write_array(column, values, place)
-    elif hasattr(values, "__len__") and not isinstance(values, (str, bytes)) and not np.isscalar(values):
-        write_column(column, list(values), place)  # type: ignore[call-overload]
+        _write_array(column, values, field)
+    elif isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray)):
+        write_column(column, list(values), field)
+    elif hasattr(values, "__array__") and not isinstance(values, (np.ndarray, np.generic, torch.Tensor)):
+        write_column(column, np.asarray(values), field)
     else:
-        column[...] = place.field.number(values)
+        column[...] = field.number(values)
 
 
-def _write_list(column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], place: Place) -> None:
+def _write_list(
+    column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], field: Field, entry: int | None = None
+) -> None:
+    """`entry`: the row that `values` are the elements of; otherwise each value is a row."""
     if len(values) != len(column):
-        raise _wrong_length(len(values), place)
-    kind = place.numpy_dtype.kind
+        raise _wrong_length(len(values), column, field)
+    kind = column.dtype.kind
     if _EXACT[kind].issuperset(map(type, values)):
         try:
-            if kind == "f" and place.numpy_dtype.itemsize < 8:
+            if kind == "f" and column.dtype.itemsize < 8:
                 with np.errstate(over="raise"):
                     column[:] = values
             else:
@@ -68,51 +77,51 @@ def _write_list(column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], p
             pass  # some value does not fit: the loop below names it
     for row, value in enumerate(values):
         try:
-            column[row] = place.field.number(value)
+            column[row] = field.number(value)
         except FieldError as error:
-            raise FieldError(f"row {row}: {error}") from None
+            raise FieldError(f"row {row if entry is None else entry}: {error}") from None
 
 
-def _write_array(column: npt.NDArray[Any], array: npt.NDArray[Any], place: Place) -> None:
+def _write_array(column: npt.NDArray[Any], array: npt.NDArray[Any], field: Field) -> None:
     if array.shape != column.shape:
         if array.size != column.size or len(array) != len(column):
-            raise _wrong_length(array.shape if array.ndim > 1 else len(array), place)
+            raise _wrong_length(array.shape if array.ndim > 1 else len(array), column, field)
         array = array.reshape(column.shape)
-    have, want = array.dtype.kind, place.numpy_dtype.kind
+    have, want = array.dtype.kind, column.dtype.kind
     if have == "O":
-        _write_list(column.reshape(-1), array.reshape(-1).tolist(), place)
+        write_column(column, (array if math.prod(field.shape) > 1 else array.reshape(-1)).tolist(), field)
         return
     if have not in {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[want]:
-        raise FieldError(f"field {place.field.name!r} is {place.field.dtype}, got an array of {array.dtype}")
-    if np.can_cast(array.dtype, place.numpy_dtype, "safe"):
+        raise FieldError(f"field {field.name!r} is {field.dtype}, got an array of {array.dtype}")
+    if np.can_cast(array.dtype, column.dtype, "safe"):
         column[...] = array
         return
     if want in "iu":
-        bounds = np.iinfo(place.numpy_dtype)
+        bounds = np.iinfo(column.dtype)
         wrong = (array < bounds.min) | (array > bounds.max)
     else:
         with np.errstate(over="ignore"):
-            wrong = np.isinf(array.astype(place.numpy_dtype)) & np.isfinite(array)
+            wrong = np.isinf(array.astype(column.dtype)) & np.isfinite(array)
     if wrong.any():
         row = int(np.argwhere(wrong.reshape(len(array), -1).any(axis=1))[0][0])
         value = array[row].item() if array.ndim == 1 else array[row]
-        raise FieldError(f"row {row}: field {place.field.name!r}: {shown(value)} does not fit {place.field.dtype}")
+        raise FieldError(f"row {row}: field {field.name!r}: {shown(value)} does not fit {field.dtype}")
     column[...] = array
 
 
-def _write_nested(column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], place: Place) -> None:
+def _write_nested(column: npt.NDArray[Any], values: list[Any] | tuple[Any, ...], field: Field) -> None:
     if len(values) != len(column):
-        raise _wrong_length(len(values), place)
+        raise _wrong_length(len(values), column, field)
     for row, entry in enumerate(values):
+        if isinstance(entry, torch.Tensor) and entry.device.type != "cpu":
+            raise FieldError(f"row {row}: field {field.name!r}: the entry is on {entry.device}, not on the host")
         parts = np.ravel(np.asarray(entry, dtype=object))
         if parts.size != column[row].size:
             raise FieldError(
-                f"row {row}: field {place.field.name!r}: an entry has {column[row].size} elements, got {parts.size}"
+                f"row {row}: field {field.name!r}: an entry has {column[row].size} elements, got {parts.size}"
             )
-        _write_list(column[row].reshape(-1), parts.tolist(), place)
+        _write_list(column[row].reshape(-1), parts.tolist(), field, row)
 
 
-def _wrong_length(got: object, place: Place) -> FieldError:
-    return FieldError(
-        f"field {place.field.name!r}: {place.shape[0]} {place.field.counts} were leased, got {got} values"
-    )
+def _wrong_length(got: object, column: npt.NDArray[Any], field: Field) -> FieldError:
+    return FieldError(f"field {field.name!r}: {len(column)} {field.counts} were leased, got {got} values")

@@ -163,8 +163,9 @@ class Ring:
         """
         try:
             if slot.state is State.QUARANTINED:
-                slot.event = self._device.new_event()
-                self._device.record(slot.event, slot.stream)
+                event = self._device.new_event()
+                self._device.record(event, slot.stream)
+                slot.event = event  # only now: an upload may still be told to wait for the old one
                 self._enter(slot, State.IN_FLIGHT)
                 self.counters.heals += 1
             if slot.state is State.IN_FLIGHT:
@@ -176,7 +177,7 @@ class Ring:
                 self.quarantine(slot, error)
             else:
                 self.note_if_broken(error)
-            if self.refusal is not None:
+            if isinstance(self.refusal, PoolBroken):
                 raise self.refused() from error
         return slot.state is State.FREE
 

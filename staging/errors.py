@@ -41,3 +41,12 @@ class CaptureError(StagingError):
 
 class PinningError(StagingError, MemoryError):
     """Host memory for a slot could not be had."""
+
+
+def shown(value: object) -> str:
+    """`repr(value)` with its type, short enough for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a value without repr"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staging.errors import FieldError
+from staging._fill import write_column
+from staging.errors import FieldError, shown
 
 ROWS = "rows"
 """What a per-request field counts. A record holds one request's values of these fields."""
@@ -101,7 +102,9 @@ class Field:
             if isinstance(value, (bool, np.bool_)):
                 return bool(value)
             raise self._refuse(value, "is not a boolean")
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        numbers = (int, float, np.integer, np.floating)
+        # numpy counts durations among its integers.
+        if isinstance(value, (bool, np.bool_, np.timedelta64)) or not isinstance(value, numbers):
             raise self._refuse(value, f"is not a number, and {self.dtype} needs one")
         if dtype.kind in "iu":
             if isinstance(value, (float, np.floating)):
@@ -119,6 +122,15 @@ class Field:
         if not fits:
             raise self._refuse(value, f"is too large for {self.dtype}")
         return as_float
+
+    def array(self, values: object, length: int) -> npt.NDArray[Any]:
+        """`values` as a new host array of this field with `length` entries, converted and checked as a lease does it.
+
+        Raises `FieldError`, naming field, row and value, for what does not fit exactly.
+        """
+        column: npt.NDArray[Any] = np.empty((length, *self.shape), self.numpy_dtype)
+        write_column(column, values, self)
+        return column
 
     def _refuse(self, value: object, why: str) -> FieldError:
         return FieldError(f"field {self.name!r}: {shown(value)} {why}")
@@ -141,6 +153,8 @@ class Place:
     numpy_dtype: np.dtype[Any]
     element: int
     """The offset in elements of the dtype, for `as_strided`."""
+    row_element: int
+    """The same in the allocation that the per-row fields get of their own, see `Plan.row_runs`."""
 
 
 @attrs.frozen(eq=False)
@@ -155,8 +169,11 @@ class Plan:
     """Bytes of the fields themselves."""
     total: int
     """Bytes of the one copy: the fields and the padding between them, a multiple of ALIGNMENT."""
-    row_span: tuple[int, int] | None
-    """Bytes to give the per-row fields an allocation of their own; None where all fields are per row, or none is."""
+    row_runs: tuple[tuple[int, int, int], ...]
+    """(from, to, bytes) of each run of adjacent per-row fields, to give these an allocation of their own; empty where
+    all fields are per row, or none is."""
+    row_total: int
+    """Bytes of that allocation."""
     all_bits: int
     """The mask of fields that must be written before the upload (those that are not empty)."""
 
@@ -237,7 +254,12 @@ class Layout:
                 raise FieldError(f"layout {self.name!r}: a record needs a value for {field.name!r}")
             value = values.pop(field.name)
             elements = math.prod(field.shape)
-            parts = list(value) if elements > 1 else [value]
+            if elements == 1:
+                parts = [value]
+            elif isinstance(value, Iterable):
+                parts = list(value)
+            else:
+                raise FieldError(f"field {field.name!r}: an entry has {elements} elements, got {shown(value)}")
             if len(parts) != elements:
                 raise FieldError(
                     f"layout {self.name!r}, field {field.name!r}: an entry has {elements} elements, got {len(parts)}"
@@ -253,13 +275,14 @@ class Layout:
 
         Raises `FieldError` when the bytes are not a whole number of records, one for each item.
         """
-        joined = b"".join(records)
         size = self.record_dtype.itemsize
-        if len(joined) != size * len(records):
-            raise FieldError(
-                f"layout {self.name!r}: {len(records)} records of {size} bytes expected, got {len(joined)} bytes; "
-                f"make records with this layout's pack()"
-            )
+        for row, record in enumerate(records):
+            if len(record) != size:
+                raise FieldError(
+                    f"layout {self.name!r}: record {row} has {len(record)} bytes, its records have {size}; make them "
+                    f"with this layout's pack()"
+                )
+        joined = b"".join(records)
         return np.frombuffer(joined, dtype=self.record_dtype) if joined else np.zeros(0, self.record_dtype)
 
     def plan(self, lengths: Mapping[str, int]) -> Plan:
@@ -267,11 +290,15 @@ class Layout:
 
         Raises `FieldError` for a missing, unknown, negative or non-integer length.
         """
+        for length in lengths.values():
+            if type(length) is not int:  # True and 1.0 would find the plan of 1
+                lengths = {count: _length(length, count, self.name) for count, length in lengths.items()}
+                break
         key = tuple(lengths.items())
-        try:
-            return self._plans[key]
-        except (KeyError, TypeError):  # TypeError: an unhashable length, which _make_plan names
-            plan = self._make_plan(lengths)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan
+        plan = self._make_plan(lengths)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()  # lengths never repeat in this traffic; start over rather than grow for ever
         self._plans[key] = plan
@@ -282,52 +309,66 @@ class Layout:
         for count in self.counts:
             if count not in lengths:
                 raise FieldError(f"layout {self.name!r} needs the length of {count!r}: lease(layout, {count}=…)")
-            counted[count] = _length(lengths[count], count, self.name)
+            counted[count] = lengths[count]
+            if counted[count] < 0:
+                raise FieldError(f"layout {self.name!r}: the length {count}={counted[count]} is negative")
         for count in lengths:
             if count not in counted:
                 raise FieldError(f"layout {self.name!r} counts {', '.join(self.counts)}, not {count!r}")
+        offsets, total = self._offsets(counted)
+        filled = [(field, offset) for field, offset in zip(self.fields, offsets, strict=True) if counted[field.counts]]
+        runs: list[tuple[int, int, int]] = []
+        row_offsets: dict[str, int] = {}
+        row_total = 0
+        if len({field.counts == ROWS for field, _ in filled}) == 2:
+            for field, offset in filled:
+                if field.counts != ROWS:
+                    continue
+                row_offsets[field.name] = row_total
+                nbytes = _aligned(counted[ROWS] * field.entry_bytes)
+                if runs and runs[-1][0] + runs[-1][2] == offset:
+                    runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + nbytes)
+                else:
+                    runs.append((offset, row_total, nbytes))
+                row_total += nbytes
         places: list[Place] = []
-        offset = used = 0
-        for position, field in enumerate(self.fields):
-            length = counted[field.counts]
-            nbytes = length * field.entry_bytes
-            shape = (length, *field.shape)
+        for position, (field, offset) in enumerate(zip(self.fields, offsets, strict=True)):
+            shape = (counted[field.counts], *field.shape)
             strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            element = offset // field.numpy_dtype.itemsize
-            places.append(Place(field, 1 << position, offset, nbytes, shape, strides, field.numpy_dtype, element))
-            used += nbytes
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        rows = [place for place in places if place.field.counts == ROWS and place.nbytes]
-        others = any(place.nbytes for place in places if place.field.counts != ROWS)
-        span = (rows[0].offset, max(p.offset + p.nbytes for p in rows)) if rows and others else None
+            nbytes = counted[field.counts] * field.entry_bytes
+            dtype = field.numpy_dtype
+            element = offset // dtype.itemsize if nbytes else 0
+            row_element = row_offsets.get(field.name, 0) // dtype.itemsize
+            places.append(Place(field, 1 << position, offset, nbytes, shape, strides, dtype, element, row_element))
         return Plan(
             layout=self,
             lengths=counted,
             places=tuple(places),
             by_name={place.field.name: place for place in places},
-            used=used,
-            total=offset,
-            row_span=span and (span[0], -(-span[1] // ALIGNMENT) * ALIGNMENT),
+            used=sum(place.nbytes for place in places),
+            total=total,
+            row_runs=tuple(runs),
+            row_total=row_total,
             all_bits=sum(place.bit for place in places if place.nbytes),
         )
 
+    def _offsets(self, lengths: Mapping[str, int]) -> tuple[list[int], int]:
+        offsets: list[int] = []
+        end = 0
+        for field in self.fields:
+            offsets.append(end)
+            end += _aligned(lengths[field.counts] * field.entry_bytes)
+        return offsets, end
 
-def shown(value: object) -> str:
-    """`repr(value)` with its type, short enough for a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a value without repr"
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _length(value: object, count: str, layout: str) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise FieldError(f"layout {layout!r}: the length {count}={value!r} is a boolean, not an integer")
     try:
-        length = operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise FieldError(f"layout {layout!r}: the length {count}={shown(value)} is not an integer") from None
-    if length < 0:
-        raise FieldError(f"layout {layout!r}: the length {count}={length} is negative")
-    return length

@@ -78,7 +78,7 @@ class Lease:
             )
         self._check_open("write")
         self._written &= ~place.bit
-        write_column(self._column(place), values, place)
+        write_column(self._column(place), values, place.field)
         self._written |= place.bit
 
     def write_records(self, records: Sequence[bytes] | npt.NDArray[Any], layout: Layout | None = None) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import sys
 import threading
@@ -109,12 +110,12 @@ class StagingPool:
         name: str | None = None,
     ) -> None:
         max_slots = 2 * slots if max_slots is None else max_slots
-        _check_arguments(slots, max_slots, slot_bytes, max_bytes, timeout, memory)
+        _check_arguments(slots, max_slots, slot_bytes, max_bytes, memory)
         self.name = f"staging-{next(_names)}" if name is None else name
         """The pool's name in messages and metrics."""
         self.max_slots = max_slots
         self.max_bytes = max_bytes
-        self.timeout = timeout
+        self.timeout = _checked_timeout(timeout)
         self.debug = os.environ.get("STAGING_DEBUG", "") not in ("", "0") if debug is None else debug
         self._slot_bytes = _power_of_two(max(slot_bytes, ALIGNMENT))
         self._device = open_device(device)
@@ -150,6 +151,7 @@ class StagingPool:
         """
         try:
             plan = layout.plan(lengths)
+            seconds = self.timeout if isinstance(timeout, _Unset) else _checked_timeout(timeout)
             if self._ring.refusal is not None:
                 raise self._ring.refused()
             if plan.total > self.max_bytes:
@@ -166,8 +168,7 @@ class StagingPool:
                 if slot is not None and slot.capacity >= plan.total:
                     self._ring.counters.leases_ready += 1
                     return Lease(self, slot, plan)
-            slot = self._obtain(slot, plan, self.timeout if isinstance(timeout, _Unset) else timeout)
-            return Lease(self, slot, plan)
+            return Lease(self, self._obtain(slot, plan, seconds), plan)
         except BaseException as error:
             with self._ring.lock:
                 if isinstance(error, PoolExhausted):
@@ -216,16 +217,17 @@ class StagingPool:
             if self._ring.refusal is not None:
                 return
             self._ring.refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
-        timeout = self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else _checked_timeout(timeout)
         deadline = None if timeout is None else self._device.now() + int(timeout * 1e9)
         pause = _FIRST_PAUSE
         me = threading.get_ident()
         while True:
             with self._ring.lock:
                 busy = self._ring.settle_all()
-                if all(slot.state is State.FILLING and slot.holder == me for slot in busy) or (
-                    deadline is not None and self._device.now() >= deadline
-                ):
+                over = all(slot.state is State.FILLING and slot.holder == me for slot in busy)
+                over = over or (deadline is not None and self._device.now() >= deadline)
+                # A broken device finishes nothing any more: what is quarantined stays so.
+                if over or (self._ring.count(State.QUARANTINED) and self._device.broken() is not None):
                     self._ring.slots = []
                     for slot in busy:
                         if slot.state is State.FILLING:
@@ -278,11 +280,12 @@ class StagingPool:
     def _obtain(self, slot: Slot | None, plan: Plan, timeout: float | None) -> Slot:
         """A slot of at least `plan.total` bytes, by enlarging `slot`, the one just reserved, or by waiting for one."""
         ticket = object()
-        start = self._device.now()
-        deadline = None if timeout is None else start + int(timeout * 1e9)
-        pause = _FIRST_PAUSE
         waited = grown = False
+        reserved = -1 if slot is None else slot.generation
         try:
+            start = self._device.now()
+            deadline = None if timeout is None else start + int(timeout * 1e9)
+            pause = _FIRST_PAUSE
             while True:
                 if slot is not None:
                     grown = slot.buffer is None
@@ -299,6 +302,12 @@ class StagingPool:
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
                 with self._ring.lock:
                     slot = self._ring.choose(plan.total, ticket)
+                    reserved = -1 if slot is None else slot.generation
+        except BaseException:
+            with self._ring.lock:
+                if slot is not None:
+                    self._ring.release(slot, reserved)  # unless _enlarge has given it back
+            raise
         finally:
             if waited:
                 with self._ring.lock:
@@ -421,8 +430,7 @@ class StagingPool:
                 raise CaptureError(_capture_message(f"upload {lease!r}"))
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
             landing = device.empty(plan.total) if out is None else self._check_out(out, plan)
-            separate = out is None and plan.row_span is not None
-            rows = device.empty(plan.row_span[1]) if separate and plan.row_span is not None else landing
+            rows = device.empty(plan.row_total) if out is None and plan.row_runs else None
             stream = device.current_stream()
         except Exception as error:
             with self._ring.lock:
@@ -438,8 +446,8 @@ class StagingPool:
                 if after is not None:
                     device.wait(stream, after)
                 device.copy(landing, slot.buffer, plan.total, stream)
-                if rows is not landing and plan.row_span is not None:
-                    device.copy_on_device(rows, landing, plan.row_span, stream)
+                if rows is not None:
+                    device.copy_on_device(rows, landing, plan.row_runs, stream)
                 device.record(slot.event, stream)  # behind both: `Upload.wait` waits for all of it
                 with self._ring.lock:
                     self._ring.uploaded(slot, plan)
@@ -472,9 +480,11 @@ class StagingPool:
             problem = f"has {out.numel()} bytes, the upload has {plan.total}"
         elif out.data_ptr() % ALIGNMENT or out.storage_offset() % ALIGNMENT:
             problem = f"must start at a multiple of {ALIGNMENT} bytes"
+        elif out.is_inference() and not torch.is_inference_mode_enabled():
+            problem = "was made in inference mode and cannot be written outside it"
         if problem:
             raise FieldError(f"{self!r}: upload(out=…) {problem}; make it with torch.empty(layout.nbytes(…), …)")
-        return out
+        return out[: plan.total]
 
     # ------------------------------------------------------------------ when things are over
 
@@ -507,9 +517,7 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-def _check_arguments(
-    slots: int, max_slots: int, slot_bytes: int, max_bytes: int, timeout: float | None, memory: str
-) -> None:
+def _check_arguments(slots: int, max_slots: int, slot_bytes: int, max_bytes: int, memory: str) -> None:
     for name, value in (
         ("slots", slots),
         ("max_slots", max_slots),
@@ -522,7 +530,14 @@ def _check_arguments(
         raise ValueError(f"StagingPool: max_slots={max_slots} is less than slots={slots}")
     if max_bytes < slot_bytes:
         raise ValueError(f"StagingPool: max_bytes={max_bytes} is less than slot_bytes={slot_bytes}")
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
-        raise ValueError(f"StagingPool(timeout={timeout!r}): seconds, 0 (never wait) or None (for ever)")
     if memory not in ("auto", "pinned", "pageable"):
         raise ValueError(f"StagingPool(memory={memory!r}): 'auto', 'pinned' or 'pageable'")
+
+
+def _checked_timeout(timeout: float | None) -> float | None:
+    """Seconds, or None for ever (infinity is for ever too)."""
+    if timeout is None or timeout == math.inf:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r} is not a number of seconds; use 0 to never wait, None to wait for ever")
+    return float(timeout)

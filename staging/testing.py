@@ -10,7 +10,7 @@ device.violations        # empty, unless somebody wrote a slot too early
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -34,7 +34,8 @@ class SimulatedCopy:
     """What it held when the copy was queued."""
     finished: bool = False
     rows: torch.Tensor | None = None
-    span: tuple[int, int] = (0, 0)
+    runs: tuple[tuple[int, int, int], ...] = ()
+    """What a device copy took on from `landing` to `rows`: (from, to, bytes)."""
 
 
 @attrs.frozen
@@ -94,7 +95,7 @@ class SimulatedDevice:
             self.violations.append(Violation(ran.number, int(differs.nonzero()[0])))
             ran.landing[differs] = ran.source[differs]
             if ran.rows is not None:
-                ran.rows[slice(*ran.span)] = ran.landing[slice(*ran.span)]
+                _copy_runs(ran.rows, ran.landing, ran.runs)
 
     def finish_all(self) -> None:
         """Let every queued copy run, the oldest first."""
@@ -141,9 +142,11 @@ class SimulatedDevice:
         if fault:
             raise fault
 
-    def copy_on_device(self, rows: torch.Tensor, landing: torch.Tensor, span: tuple[int, int], stream: int) -> None:
-        rows[slice(*span)].copy_(landing[slice(*span)])
-        self.copies[-1].rows, self.copies[-1].span = rows, span
+    def copy_on_device(
+        self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        _copy_runs(rows, landing, runs)
+        self.copies[-1].rows, self.copies[-1].runs = rows, tuple(runs)
 
     def new_event(self) -> SimulatedEvent:
         return SimulatedEvent()
@@ -187,3 +190,8 @@ class SimulatedDevice:
                 raise error
             return error
         return None
+
+
+def _copy_runs(rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    for start, to, nbytes in runs:
+        rows[to : to + nbytes] = landing[start : start + nbytes]

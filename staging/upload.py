@@ -34,7 +34,7 @@ class Upload(Mapping[str, torch.Tensor]):
         generation: int,
         plan: Plan,
         landing: torch.Tensor,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
         stream: Any,
         *,
         fresh: bool,
@@ -43,7 +43,7 @@ class Upload(Mapping[str, torch.Tensor]):
         self._stream = stream
         self._slot = slot
         self._generation = generation
-        self._allocations = ((landing,) if rows is landing else (landing, rows)) if fresh else ()
+        self._allocations = ((landing,) if rows is None else (landing, rows)) if fresh else ()
         self._tensors = _views(plan, landing, rows)
         self.nbytes = plan.total
         """Bytes of the copy, padding included."""
@@ -77,19 +77,19 @@ class Upload(Mapping[str, torch.Tensor]):
             self._pool._device.record_stream(allocation, stream)
 
 
-def _views(plan: Plan, landing: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+def _views(plan: Plan, landing: torch.Tensor, rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
     # One typed view of the whole allocation for each dtype, then one strided view for each field: fewer calls than
     # slicing, viewing and shaping every field.
     typed: dict[tuple[bool, torch.dtype], tuple[torch.Tensor, int]] = {}
     tensors: dict[str, torch.Tensor] = {}
     for place in plan.places:
         field = place.field
-        key = (field.counts == ROWS, field.dtype)
-        if key not in typed:
-            view = (rows if key[0] else landing).view(field.dtype)
-            typed[key] = (view, int(view.storage_offset()))
-        view, start = typed[key]
-        tensors[field.name] = view.as_strided(
-            place.shape, place.strides, start + place.element if place.nbytes else start
-        )
+        in_rows = rows is not None and field.counts == ROWS
+        found = typed.get((in_rows, field.dtype))
+        if found is None:
+            view = (rows if rows is not None and in_rows else landing).view(field.dtype)
+            found = typed[in_rows, field.dtype] = (view, int(view.storage_offset()))
+        view, start = found
+        element = place.row_element if in_rows else place.element
+        tensors[field.name] = view.as_strided(place.shape, place.strides, start + element)
     return tensors
