@@ -9,6 +9,7 @@ device.violations        # empty, unless somebody wrote a slot too early
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -186,6 +187,7 @@ class SimulatedDevice:
             raise self._sticky
         if self._faults[call]:
             error, after = self._faults[call].pop(0)
+            error = copy.copy(error)  # a fresh one each time: its traceback must not keep the caller's slots alive
             if not after:
                 raise error
             return error

@@ -309,11 +309,6 @@ def test_a_leases_own_timeout_takes_the_place_of_the_pools(device: SimulatedDevi
     assert 60e9 < device.time_ns < 60.01e9
 
 
-INFINITE = pytest.mark.xfail(
-    strict=True, reason="an infinite timeout is taken by the pool and is an OverflowError later"
-)
-
-
 @pytest.mark.parametrize(
     ("situation", "timeout"),
     [
