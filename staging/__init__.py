@@ -13,6 +13,7 @@ from staging.errors import (
     PoolClosed,
     PoolExhausted,
     PoolForked,
+    SlotOverwritten,
     StagingError,
 )
 from staging.layout import Field, Layout
@@ -35,6 +36,7 @@ __all__ = [
     "PoolExhausted",
     "PoolForked",
     "PoolStats",
+    "SlotOverwritten",
     "StagingError",
     "StagingPool",
     "Upload",

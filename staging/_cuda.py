@@ -48,6 +48,8 @@ class CudaDevice:
         except (RuntimeError, TypeError) as error:
             kind = "pinned" if pinned else "pageable"
             raise PinningError(f"{nbytes} bytes of {kind} host (system) memory could not be had: {error}") from error
+        if tensor.device.type != "cpu":
+            raise PinningError(f"pinned host memory was asked for, and came as a tensor on {tensor.device}")
         if pinned and not really_pinned:
             raise PinningError(f"{nbytes} bytes of host (system) memory were asked for as pinned and came unpinned")
         # torch's pinned allocator rounds each block up to a power of two; that is what is locked.

@@ -93,6 +93,8 @@ def _write_array(column: npt.NDArray[Any], array: npt.NDArray[Any], field: Field
         return
     if have not in {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[want]:
         raise FieldError(f"field {field.name!r} is {field.dtype}, got an array of {array.dtype}")
+    if want == "f" and have in "iu":
+        array = array.astype(np.float64)  # as Python's integers go: through a double, so that all forms round alike
     if np.can_cast(array.dtype, column.dtype, "safe"):
         column[...] = array
         return

@@ -13,9 +13,10 @@ from collections import deque
 from typing import cast
 
 from staging import _lifetime
+from staging._debug import Watch
 from staging._device import Device, HostBuffer
 from staging._slots import Slot, State
-from staging.errors import PoolBroken, StagingError
+from staging.errors import PoolBroken, SlotOverwritten, StagingError
 from staging.layout import Plan
 from staging.stats import Counters
 
@@ -39,14 +40,16 @@ class Ring:
         self._name = name
         self._device = device
         self._max_slots = max_slots
-        self._debug = debug
+        self.watch = Watch(name, self.counters) if debug else None
+        """Debug mode; None when off."""
+        self.notes: deque[str] = deque()
+        """What is to be logged once the lock is released."""
         self._numbers = itertools.count()
 
-    def add(self, buffer: HostBuffer | None = None) -> Slot:
+    def add(self, buffer: HostBuffer | None = None, capacity: int = 0) -> Slot:
         """One more slot, free. Without a buffer it has to be reserved, and given one before anybody fills it."""
         slot = Slot(next(self._numbers), self._device.new_event())
-        if buffer is not None:
-            slot.buffer, slot.capacity = buffer, buffer.tensor.numel()
+        slot.buffer, slot.capacity = buffer, capacity
         self.slots.append(slot)
         return slot
 
@@ -112,6 +115,8 @@ class Ring:
             return False
         slot.generation += 1
         self._enter(slot, State.FREE)
+        if self.watch is not None and slot.buffer is not None:
+            self.watch.released(slot)
         return True
 
     def settle_all(self) -> list[Slot]:
@@ -119,7 +124,10 @@ class Ring:
         self._drain_dropped()
         for slot in list(self.slots):
             if slot.state is not State.FILLING:
-                self._settle(slot)
+                try:
+                    self._settle(slot)
+                except SlotOverwritten as found:
+                    self.notes.append(str(found))
         return [slot for slot in self.slots if slot.state is not State.FREE]
 
     def count(self, state: State) -> int:
@@ -148,10 +156,12 @@ class Ring:
         return error
 
     def _reserve(self, slot: Slot) -> Slot:
+        if self.watch is not None:
+            self.watch.taken(slot)
         self._enter(slot, State.FILLING)
         slot.generation += 1
         slot.holder = threading.get_ident()
-        if self._debug:
+        if self.watch is not None:
             slot.site = _call_site()
         return slot
 
@@ -179,13 +189,21 @@ class Ring:
                 self.note_if_broken(error)
             if isinstance(self.refusal, PoolBroken):
                 raise self.refused() from error
-        return slot.state is State.FREE
+        if slot.state is not State.FREE:
+            return False
+        if self.watch is not None:
+            self.watch.done(slot)
+        return True
 
     def _drain_dropped(self) -> None:
         while self.dropped:
             slot, generation = self.dropped.popleft()
             if self.release(slot, generation):
                 self.counters.dropped += slot.buffer is not None
+                where = f"taken at {slot.site}" if slot.site else "STAGING_DEBUG=1 says where it was taken"
+                self.notes.append(
+                    f"pool {self._name!r}: a lease of slot {slot.index} was dropped without upload or discard; {where}"
+                )
         _lifetime.reap()
 
     def _enter(self, slot: Slot, state: State) -> None:

@@ -39,6 +39,10 @@ class CaptureError(StagingError):
     """A CUDA graph is being captured on the current stream, where an upload would be wrong at each replay."""
 
 
+class SlotOverwritten(StagingError):
+    """Debug mode found that somebody wrote to a slot around the lease; the message has slot, upload and field."""
+
+
 class PinningError(StagingError, MemoryError):
     """Host memory for a slot could not be had."""
 

@@ -96,13 +96,16 @@ class Lease:
         rows = self._plan.lengths.get(ROWS, 0)
         if table.shape != (rows,):
             raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got {len(table)} records")
+        places = []
         for field in layout.fields:
             if field.counts != ROWS:
                 continue
             place = self._plan.by_name.get(field.name)
-            if place is None or place.field != field:
+            if place is None or (place.field is not field and place.field != field):
                 raise FieldError(f"layout {self.layout.name!r} has no field like {field!r} to write records to")
-            self._column(place)[...] = table[field.name]
+            places.append(place)
+        for place in places:
+            self._column(place)[...] = table[place.field.name]
             self._written |= place.bit
 
     def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:

@@ -31,7 +31,9 @@ import attrs
 import torch
 
 from staging import _lifetime
+from staging._debug import GUARD
 from staging._device import Device, HostBuffer, Memory, open_device
+from staging._memory import limits, wished
 from staging._ring import Ring
 from staging._slots import Slot, State
 from staging.errors import (
@@ -88,8 +90,10 @@ class StagingPool:
         max_bytes: the largest buffer that one slot may be enlarged to, and so the largest upload; what can be locked
             is at most `max_slots * max_bytes`.
         timeout: seconds a lease waits when all slots are busy and the ring cannot grow; 0 never waits, None for ever.
-        memory: "pinned" or an error; "pageable"; or "auto", pinned where it can be had, else pageable with one warning.
-        debug: also remember where each open lease was asked for, for messages. None reads STAGING_DEBUG.
+        memory: "pinned" or an error; "pageable"; or "auto": what STAGING_MEMORY says, or pinned where it can be had,
+            else fewer slots, else pageable, with one warning.
+        debug: find writes around the lease (`SlotOverwritten`), and remember where each lease was taken. None reads
+            STAGING_DEBUG. Costs a few passes over the bytes of every batch; nothing when off.
         name: for messages and metrics.
 
     Thread-safe: any number of threads may lease from one pool. Raises `StagingError` for a device of an untried kind,
@@ -110,7 +114,8 @@ class StagingPool:
         name: str | None = None,
     ) -> None:
         max_slots = 2 * slots if max_slots is None else max_slots
-        _check_arguments(slots, max_slots, slot_bytes, max_bytes, memory)
+        _check_arguments(slots, max_slots, slot_bytes, max_bytes)
+        wish = wished(memory)
         self.name = f"staging-{next(_names)}" if name is None else name
         """The pool's name in messages and metrics."""
         self.max_slots = max_slots
@@ -120,10 +125,12 @@ class StagingPool:
         self._slot_bytes = _power_of_two(max(slot_bytes, ALIGNMENT))
         self._device = open_device(device)
         self._ring = Ring(self.name, self._device, max_slots, debug=self.debug)
-        self._pinned = memory != "pageable" and self._device.can_pin
+        self._pinned = wish != "pageable" and self._device.can_pin
         if memory == "pinned" and not self._pinned:
             raise PinningError(f"pool {self.name!r}: a pool for {self.device} has nothing to pin; use memory='auto'")
-        self._make_first_slots(slots, memory)
+        if memory != wish and not self._device.can_pin:
+            log.warning("pool %r: STAGING_MEMORY=%s is not applicable on %s", self.name, wish, self.device)
+        self._make_first_slots(slots, wish)
         _lifetime.alive.add(self)
 
     # ------------------------------------------------------------------ what users call
@@ -165,10 +172,17 @@ class StagingPool:
                 raise CaptureError(_capture_message(f"lease from {self!r}"))
             with self._ring.lock:
                 slot = self._ring.choose(plan.total)
-                if slot is not None and slot.capacity >= plan.total:
-                    self._ring.counters.leases_ready += 1
-                    return Lease(self, slot, plan)
-            return Lease(self, self._obtain(slot, plan, seconds), plan)
+                ready = slot is not None and slot.capacity >= plan.total
+                self._ring.counters.leases_ready += ready
+            if slot is None or not ready:
+                slot = self._obtain(slot, plan, seconds)
+            lease = Lease(self, slot, plan)
+            if self._ring.watch is not None:
+                with self._ring.lock:
+                    self._ring.watch.leased(slot, plan)
+            if self._ring.notes:
+                self._log_notes()
+            return lease
         except BaseException as error:
             with self._ring.lock:
                 if isinstance(error, PoolExhausted):
@@ -235,6 +249,16 @@ class StagingPool:
                     break
             self._device.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+        self._log_notes()
+        for slot in busy:
+            if slot.state is State.FILLING:
+                log.warning(
+                    "pool %r closed with slot %d still leased by thread %d%s",
+                    self.name,
+                    slot.index,
+                    slot.holder,
+                    f" at {slot.site}" if slot.site else "; STAGING_DEBUG=1 says where it was taken",
+                )
         unsafe = [slot for slot in busy if slot.state is not State.FILLING or slot.holder != me]
         if unsafe:
             _lifetime.leak(unsafe)
@@ -349,12 +373,16 @@ class StagingPool:
             self._ring.counters.enlarged += slot.buffer is not None
             slot.buffer = buffer
             slot.capacity = size
+            if self._ring.watch is not None:
+                self._ring.watch.enlarged(slot)
         return True
 
     def _make_buffer(self, nbytes: int) -> HostBuffer:
         start = self._device.now()
         try:
-            buffer = self._device.host_buffer(nbytes, pinned=self._pinned)
+            # In debug mode with room for the canary of a full slot.
+            extra = GUARD if self._ring.watch is not None else 0
+            buffer = self._device.host_buffer(nbytes + extra, pinned=self._pinned)
         except BaseException:
             with self._ring.lock:
                 self._ring.counters.allocations_failed += 1
@@ -364,26 +392,43 @@ class StagingPool:
             self._ring.counters.allocation_ns += self._device.now() - start
         return buffer
 
-    def _make_first_slots(self, slots: int, memory: Memory) -> None:
+    def _make_first_slots(self, slots: int, wish: Memory) -> None:
+        """Pin what can be pinned: all slots, or with "auto" fewer, or none and the ring is pageable."""
         size = min(self._slot_bytes, self.max_bytes)
-        try:
-            buffers = [self._make_buffer(size) for _ in range(slots)]
-        except PinningError as error:
-            if memory != "auto" or not self._pinned:
-                raise PinningError(
-                    f"pool {self.name!r}: {slots} slots of {size} bytes of {self.memory} host (system) memory could "
-                    f"not be had ({error}); use fewer slots, a smaller slot_bytes, or memory='auto'"
-                ) from error
-            self._pinned = False
-            buffers = [self._make_buffer(size) for _ in range(slots)]
-            warnings.warn(
-                f"staging pool {self.name!r}: pinned memory could not be had, copies will be from pageable memory "
-                f"and may make the host wait ({error})",
-                RuntimeWarning,
-                stacklevel=3,
+        buffers, error = self._make_buffers(slots, size)
+        if error is not None:
+            message = (
+                f"staging pool {self.name!r}: {self.memory} memory could not be had for {slots} slots of {size} bytes, "
+                f"{slots * size} bytes of host (system) memory, not GPU memory; there was enough for {len(buffers)} "
+                f"({error}); {limits()}; use fewer slots or a smaller slot_bytes"
             )
+            if wish != "auto" or not self._pinned:
+                raise PinningError(message) from error
+            if buffers:
+                kept = f"it goes on with {len(buffers)} slots, which may make leases wait"
+                self._ring.may_grow = False
+            else:
+                kept = "it goes on with pageable memory, which may make the host wait in every copy"
+                self._pinned = False
+                buffers, error = self._make_buffers(slots, size)
+                if error is not None:
+                    raise PinningError(f"{message}; pageable memory neither ({error})") from error
+            warnings.warn(f"{message}; {kept}", RuntimeWarning, stacklevel=3)
         for buffer in buffers:
-            self._ring.add(buffer)
+            self._ring.add(buffer, size)
+
+    def _make_buffers(self, slots: int, size: int) -> tuple[list[HostBuffer], PinningError | None]:
+        buffers: list[HostBuffer] = []
+        try:
+            for _ in range(slots):
+                buffers.append(self._make_buffer(size))
+        except PinningError as error:
+            return buffers, error
+        return buffers, None
+
+    def _log_notes(self) -> None:
+        while self._ring.notes:
+            log.warning("%s", self._ring.notes.popleft())
 
     def _check_not_stuck(self, plan: Plan) -> None:
         """Waiting is pointless when every slot is being filled by the very thread that would wait. Under the lock."""
@@ -428,6 +473,9 @@ class StagingPool:
         try:
             if device.capturing():
                 raise CaptureError(_capture_message(f"upload {lease!r}"))
+            if self._ring.watch is not None and slot.buffer is not None:
+                with self._ring.lock:
+                    self._ring.watch.uploading(slot, plan)
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
             landing = device.empty(plan.total) if out is None else self._check_out(out, plan)
             rows = device.empty(plan.row_total) if out is None and plan.row_runs else None
@@ -517,7 +565,7 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-def _check_arguments(slots: int, max_slots: int, slot_bytes: int, max_bytes: int, memory: str) -> None:
+def _check_arguments(slots: int, max_slots: int, slot_bytes: int, max_bytes: int) -> None:
     for name, value in (
         ("slots", slots),
         ("max_slots", max_slots),
@@ -530,8 +578,6 @@ def _check_arguments(slots: int, max_slots: int, slot_bytes: int, max_bytes: int
         raise ValueError(f"StagingPool: max_slots={max_slots} is less than slots={slots}")
     if max_bytes < slot_bytes:
         raise ValueError(f"StagingPool: max_bytes={max_bytes} is less than slot_bytes={slot_bytes}")
-    if memory not in ("auto", "pinned", "pageable"):
-        raise ValueError(f"StagingPool(memory={memory!r}): 'auto', 'pinned' or 'pageable'")
 
 
 def _checked_timeout(timeout: float | None) -> float | None:

@@ -62,6 +62,8 @@ class Counters:
     """Times a slot went into quarantine."""
     heals: int = 0
     """Times a quarantined slot got a new event behind its copy."""
+    violations: int = 0
+    """Writes around the lease that debug mode found; always 0 without it."""
 
     @property
     def leases(self) -> int:

@@ -83,15 +83,21 @@ def test_auto_falls_back_to_pageable_memory_with_one_warning(device: SimulatedDe
     assert batch(pool, 3)["column"].tolist() == [3] * 4
 
 
-def test_a_fallback_half_way_leaves_no_pinned_slot_behind(device: SimulatedDevice, make_pool: MakePool) -> None:
-    """If the third buffer cannot be pinned, all are pageable: a pool has one kind of memory."""
+def test_a_ring_that_cannot_be_pinned_whole_goes_on_with_fewer_slots(
+    device: SimulatedDevice, make_pool: MakePool
+) -> None:
+    """If the third buffer cannot be pinned, two pinned slots are what there is; the ring does not try to grow."""
     device.host_buffer, plain = _failing_third(device), device.host_buffer  # type: ignore[method-assign]
     with pytest.warns(RuntimeWarning, match="pinned memory could not be had"):
         pool = make_pool(device, slots=4, timeout=0)
     device.host_buffer = plain  # type: ignore[method-assign]
-    assert pool.memory == "pageable"
-    assert gauges(pool) == (4, 0, 0, 0)
-    assert pool.stats().pinned_bytes == 0
+    assert pool.memory == "pinned"
+    assert gauges(pool) == (2, 0, 0, 0)
+    for value in range(2):
+        batch(pool, value)
+    with pytest.raises(PoolExhausted):
+        batch(pool, 2)
+    assert pool.stats().allocations == 2
 
 
 def _failing_third(device: SimulatedDevice) -> Callable[..., Any]:
@@ -110,7 +116,7 @@ def _failing_third(device: SimulatedDevice) -> Callable[..., Any]:
 def test_memory_that_was_demanded_and_is_not_there_is_an_error(device: SimulatedDevice, memory: Any) -> None:
     """`memory="pinned"` never falls back; the error names pool, size and the way out."""
     device.fail("host_buffer")
-    with pytest.raises(PinningError, match=rf"pool 'mine': 2 slots of 64 bytes of {memory} .*injected"):
+    with pytest.raises(PinningError, match=rf"pool 'mine': {memory} .* 2 slots of 64 bytes, 128 bytes .*injected"):
         StagingPool(device, slots=2, slot_bytes=64, memory=memory, name="mine")
 
 

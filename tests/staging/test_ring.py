@@ -380,8 +380,9 @@ def test_a_wait_ends_when_a_lease_is_dropped(device: SimulatedDevice, make_pool:
     held = [pool.lease(COLUMN, rows=4)]
 
     def drop(device: SimulatedDevice) -> None:
-        held.clear()
-        gc.collect()
+        if held:
+            held.clear()
+            gc.collect()
 
     device.on_sleep = drop
     with pool.lease(COLUMN, rows=4) as lease:
