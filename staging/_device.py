@@ -110,7 +110,8 @@ def pageable_buffer(nbytes: int) -> HostBuffer:
     try:
         # A plain tensor whatever the caller's default device or dtype is, and writable outside inference mode.
         with torch.inference_mode(False):
-            tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=False)
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=False)
+            tensor.numpy()[:] = 0  # not torch.zeros: its threads do not survive a fork, and a child would hang
     except RuntimeError as error:
         raise PinningError(f"{nbytes} bytes of host (system) memory could not be had: {error}") from error
     return HostBuffer(tensor, tensor.numpy(), pinned=False, locked_bytes=0)

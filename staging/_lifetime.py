@@ -50,6 +50,7 @@ def _after_fork_in_child() -> None:
     for pool in list(alive):
         pool._after_fork()
     leak(list(orphans))
+    orphans.clear()  # or the child's next lease would ask the parent's events
 
 
 if hasattr(os, "register_at_fork"):

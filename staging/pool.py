@@ -432,6 +432,8 @@ class StagingPool:
 
     def _check_not_stuck(self, plan: Plan) -> None:
         """Waiting is pointless when every slot is being filled by the very thread that would wait. Under the lock."""
+        if self._ring.refusal is not None:
+            raise self._ring.refused()
         me = threading.get_ident()
         if all(slot.state is State.FILLING and slot.holder == me for slot in self._ring.slots):
             raise PoolExhausted(self._exhausted("this thread holds every slot, so waiting would never end", plan))

@@ -1,0 +1,960 @@
+"""Takes out the library's guards one by one, each in a copy of its own, and sees that a test notices.
+
+python tests/run_mutations.py                  # all of them; exits 0 only when every one is caught
+python tests/run_mutations.py --list           # what there is
+python tests/run_mutations.py -k quarantine    # those with this word in their name
+
+A mutation is a piece of source that has to stand in its file exactly once, what takes its place, and the few tests
+that must fail then. The same tests must pass without it: that is run first. A test may notice in two ways: a wrong
+value, or an error that did not come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attrs
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("staging", "batching", "tests", "pyproject.toml")
+LIMIT_S = 120
+"""A mutation whose tests run longer has not been caught by a test."""
+
+
+class MutationError(Exception):
+    """The script no longer fits the source or the tests."""
+
+
+@attrs.frozen
+class Mutation:
+    """One guard taken out."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Below `tests/`, as pytest names them."""
+
+
+@attrs.frozen
+class Outcome:
+    """What became of one mutation."""
+
+    caught: bool
+    test: str = ""
+    how: str = ""
+
+
+MUTATIONS: list[Mutation] = []
+
+
+def mutation(name: str, file: str, old: str, new: str, *tests: str) -> None:
+    MUTATIONS.append(Mutation(name, file, old, new, tests))
+
+
+# The ring: when a slot may be reused.
+
+POOL, RING, LEASE = "staging/pool.py", "staging/_ring.py", "staging/lease.py"
+GUARD, RINGS = "staging/test_guard.py", "staging/test_ring.py"
+FAULTS, LEASES, LAYOUTS = "staging/test_faults.py", "staging/test_lease.py", "staging/test_layout.py"
+MUTANTS = "staging/test_mutants.py"
+
+mutation(
+    "the event is not asked before reuse",
+    RING,
+    "if not self._device.done(slot.event):",
+    "if False:",
+    f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
+)
+mutation(
+    "the event is not recorded",
+    POOL,
+    "device.record(slot.event, stream)",
+    "pass",
+    f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
+)
+mutation(
+    "a slot is not marked in flight",
+    RING,
+    'behind the copy."""\n        self._enter(slot, State.IN_FLIGHT)',
+    'behind the copy."""\n        self._enter(slot, State.FREE)',
+    f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
+)
+mutation(
+    "an ended lease is not told from an open one",
+    LEASE,
+    "if slot.generation != self._generation:",
+    "if False:",
+    f"{LEASES}::test_a_stale_lease_never_reaches_the_slots_next_owner",
+)
+mutation(
+    "an upload does not end its lease",
+    POOL,
+    "slot.generation += 1\n            generation = slot.generation",
+    "generation = slot.generation",
+    f"{LEASES}::test_a_lease_can_be_uploaded_only_once",
+)
+mutation(
+    "a discard does not end its lease",
+    RING,
+    "slot.generation += 1\n        self._enter(slot, State.FREE)",
+    "self._enter(slot, State.FREE)",
+    f"{LEASES}::test_nothing_can_be_done_with_an_ended_lease",
+)
+mutation(
+    "a hand-out does not begin a generation",
+    RING,
+    "slot.generation += 1\n        slot.holder",
+    "slot.holder",
+    f"{MUTANTS}::test_an_upload_whose_slot_was_handed_out_again_has_nothing_to_wait_for",
+)
+mutation(
+    "closing does not end the leases that are open",
+    POOL,
+    "slot.generation += 1  # ends the lease",
+    "pass  # ends the lease",
+    f"{FAULTS}::test_closing_ends_leases_of_this_thread_without_waiting",
+)
+mutation(
+    "unwritten fields are uploaded",
+    POOL,
+    "missing = plan.all_bits & ~lease._written",
+    "missing = 0",
+    f"{LEASES}::test_an_unwritten_field_is_refused_and_the_lease_stays_open",
+)
+mutation(
+    "a refused column counts as written",
+    LEASE,
+    "self._written &= ~place.bit",
+    "pass",
+    f"{LAYOUTS}::test_a_refused_column_counts_as_unwritten",
+)
+mutation(
+    "a failed upload frees its slot instead of quarantine",
+    POOL,
+    "self._ring.quarantine(slot, error)",
+    "self._ring._enter(slot, State.FREE)",
+    f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
+)
+mutation(
+    "after a failed upload the old event is trusted, no quarantine",
+    POOL,
+    "self._ring.quarantine(slot, error)",
+    "self._ring._enter(slot, State.IN_FLIGHT)",
+    f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
+)
+mutation(
+    "only a failed copy is put in quarantine, a failed record is not",
+    POOL,
+    "self._ring.quarantine(slot, error)",
+    "self._ring.quarantine(slot, error) if 'copy' in str(error) else self._ring._enter(slot, State.FREE)",
+    f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
+)
+mutation(
+    "only a failed record is put in quarantine, a failed copy is not",
+    POOL,
+    "self._ring.quarantine(slot, error)",
+    "self._ring.quarantine(slot, error) if 'record' in str(error) else self._ring._enter(slot, State.FREE)",
+    f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
+)
+mutation(
+    "a failed query frees the slot instead of quarantine",
+    RING,
+    "self.quarantine(slot, error)",
+    "self._enter(slot, State.FREE)",
+    f"{FAULTS}::test_an_event_that_cannot_be_asked_puts_its_slot_in_quarantine",
+)
+mutation(
+    "healing trusts an event that was never recorded",
+    RING,
+    "self._device.record(event, slot.stream)",
+    "pass",
+    f"{FAULTS}::test_an_event_that_was_never_recorded_is_never_trusted",
+    f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
+)
+mutation(
+    "healing records on another stream than the copy's",
+    RING,
+    "self._device.record(event, slot.stream)",
+    "self._device.record(event, self._device.current_stream())",
+    f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
+)
+mutation(
+    "healing gives the old upload an event that was never recorded",
+    RING,
+    "event = self._device.new_event()",
+    "event = slot.event = self._device.new_event()",
+    f"{FAULTS}::test_waiting_for_an_upload_never_rests_on_an_event_that_was_never_recorded",
+)
+mutation(
+    "waiting for an upload rests on a later upload's event",
+    POOL,
+    "if slot.generation == generation and slot.buffer is not None:",
+    "if slot.buffer is not None:",
+    f"{LEASES}::test_waiting_marks_each_fresh_allocation_and_asks_for_no_event_twice",
+)
+mutation(
+    "the row fields are copied behind the event",
+    POOL,
+    "device.copy_on_device(rows, landing, plan.row_runs, stream)\n                device.record(slot.event, stream)",
+    "device.record(slot.event, stream)\n"
+    "                    device.copy_on_device(rows, landing, plan.row_runs, stream)\n"
+    "                else:\n"
+    "                    device.record(slot.event, stream)",
+    f"{LEASES}::test_waiting_for_an_upload_waits_for_all_of_its_tensors",
+)
+mutation(
+    "row fields share the storage of token fields",
+    POOL,
+    "rows = device.empty(plan.row_total) if",
+    "rows = device.empty(plan.row_total) if False and",
+    f"{LEASES}::test_row_fields_do_not_keep_the_storage_of_token_fields",
+)
+mutation(
+    "another stream's use of an upload is not marked",
+    "staging/upload.py",
+    "self._pool._device.record_stream(allocation, stream)",
+    "pass",
+    f"{LEASES}::test_waiting_marks_each_fresh_allocation_and_asks_for_no_event_twice",
+)
+mutation(
+    "the copy does not wait for the readers of its destination",
+    POOL,
+    "device.wait(stream, after)",
+    "pass",
+    f"{LEASES}::test_the_copy_waits_for_the_readers_of_its_destination",
+)
+mutation(
+    "on the CPU the tensors are the slot",
+    "staging/_device.py",
+    "landing.copy_(source.tensor[:nbytes])",
+    "landing.set_(source.tensor[:nbytes])",
+    f"{LEASES}::test_an_uploads_tensors_are_the_callers_own",
+)
+mutation(
+    "out= may be too small",
+    POOL,
+    "elif out.numel() < plan.total:",
+    "elif False:",
+    f"{LEASES}::test_an_unsuitable_destination_is_refused_and_the_lease_stays_open",
+)
+mutation(
+    "out= may be on another device",
+    POOL,
+    "elif out.device != self.device:",
+    "elif False:",
+    f"{LEASES}::test_an_unsuitable_destination_is_refused_and_the_lease_stays_open",
+)
+mutation(
+    "out= may begin at any byte",
+    POOL,
+    "elif out.data_ptr() % ALIGNMENT or out.storage_offset() % ALIGNMENT:",
+    "elif False:",
+    f"{LEASES}::test_an_unsuitable_destination_is_refused_and_the_lease_stays_open",
+)
+mutation(
+    "max_bytes does not refuse a lease",
+    POOL,
+    "if plan.total > self.max_bytes:",
+    "if False:",
+    f"{RINGS}::test_a_batch_beyond_max_bytes_is_refused_before_anything_is_touched",
+)
+mutation(
+    "max_bytes does not bound a buffer",
+    POOL,
+    "size = min(_power_of_two(max(need, self._slot_bytes)), self.max_bytes)",
+    "size = _power_of_two(max(need, self._slot_bytes))",
+    f"{RINGS}::test_max_bytes_need_not_be_a_power_of_two",
+)
+mutation(
+    "capture is not refused at the lease",
+    POOL,
+    "if self._device.capturing():",
+    "if False:",
+    f"{LEASES}::test_capture_is_refused_at_the_lease",
+)
+mutation(
+    "capture is not refused at the upload",
+    POOL,
+    "if device.capturing():",
+    "if False:",
+    f"{LEASES}::test_capture_is_refused_at_the_upload_and_the_lease_survives",
+)
+mutation(
+    "a closed pool leases what needs no slot",
+    POOL,
+    "if self._ring.refusal is not None:\n                raise",
+    "if False:\n                raise",
+    f"{LEASES}::test_a_closed_pool_leases_nothing",
+)
+mutation(
+    "a pool that is closed while a lease waits still hands out",
+    RING,
+    "if self.refusal is not None:\n            raise",
+    "if False:\n            raise",
+    f"{RINGS}::test_a_wait_ends_when_the_pool_is_closed",
+)
+mutation(
+    "a forked child goes on with its parent's pool",
+    "staging/_lifetime.py",
+    "pool._after_fork()",
+    "pass",
+    f"{FAULTS}::test_in_a_forked_child_the_pool_refuses_and_the_parent_goes_on",
+)
+mutation(
+    "a broken device is not noticed",
+    RING,
+    "sticky = self._device.broken()",
+    "sticky = None",
+    f"{FAULTS}::test_a_broken_device_breaks_the_pool_for_good",
+)
+mutation(
+    "a broken pool still uploads",
+    POOL,
+    "if self._ring.refusal is not None and not isinstance(self._ring.refusal, PoolClosed):",
+    "if False:",
+    f"{FAULTS}::test_a_broken_device_breaks_the_pool_for_good",
+)
+mutation(
+    "a thread waits for itself",
+    POOL,
+    "self._check_not_stuck(plan)",
+    "pass",
+    f"{RINGS}::test_a_thread_that_holds_every_slot_is_told_at_once",
+)
+mutation(
+    "a wait has no deadline",
+    POOL,
+    "if deadline is not None and self._device.now() >= deadline:",
+    "if False:",
+    f"{MUTANTS}::test_a_wait_is_given_up_within_its_time",
+)
+mutation(
+    "late comers overtake who waits",
+    RING,
+    "if self.waiting and self.waiting[0] is not ticket:",
+    "if False:",
+    f"{RINGS}::test_whoever_waits_is_served_before_whoever_comes_later",
+)
+mutation(
+    "dropped leases are not taken back",
+    RING,
+    "if self.dropped or _lifetime.orphans:",
+    "if False:",
+    f"{LEASES}::test_a_dropped_lease_comes_back_at_the_next_lease",
+)
+mutation(
+    "a dropped lease says nothing",
+    LEASE,
+    "if slot.generation == self._generation:",
+    "if False:",
+    f"{LEASES}::test_a_dropped_lease_comes_back_at_the_next_lease",
+)
+mutation(
+    "discarding an ended lease frees the slot of its successor",
+    RING,
+    "if slot.generation != generation:",
+    "if False:",
+    f"{LEASES}::test_discarding_twice_or_after_an_upload_does_nothing",
+)
+mutation(
+    "a collected pool frees slots under their copies",
+    POOL,
+    "_lifetime.orphans.append((self._device, slots))",
+    "pass",
+    f"{FAULTS}::test_copies_of_a_forgotten_pool_still_arrive",
+)
+mutation(
+    "orphans are let go before their copies are done",
+    "staging/_lifetime.py",
+    "orphans.append((device, slots))",
+    "pass",
+    f"{FAULTS}::test_copies_of_a_forgotten_pool_still_arrive",
+)
+mutation(
+    "orphans in quarantine are freed",
+    "staging/_lifetime.py",
+    "elif any(slot.state is State.QUARANTINED for slot in slots):",
+    "elif False:",
+    f"{FAULTS}::test_a_forgotten_pools_quarantined_slots_are_never_freed",
+)
+mutation(
+    "closing frees slots under their copies",
+    POOL,
+    "_lifetime.leak(unsafe)",
+    "pass",
+    f"{FAULTS}::test_closing_leaks_what_is_in_flight_at_the_deadline",
+)
+mutation(
+    "a broken pool's memory is freed",
+    RING,
+    "_lifetime.leak(self.slots)",
+    "pass",
+    f"{FAULTS}::test_memory_of_a_broken_pool_is_never_freed",
+)
+
+# Layouts and values: exactly or not at all.
+
+LAYOUT, FILL = "staging/layout.py", "staging/_fill.py"
+
+mutation(
+    "fields are not aligned",
+    LAYOUT,
+    "ALIGNMENT = 16",
+    "ALIGNMENT = 8",
+    f"{LAYOUTS}::test_fields_lie_in_order_at_multiples_of_16_without_overlap",
+)
+mutation(
+    "a length of True finds the plan of 1",
+    LAYOUT,
+    "if type(length) is not int:",
+    "if False:",
+    f"{LAYOUTS}::test_a_length_is_judged_by_itself_not_by_what_was_planned_before",
+)
+mutation(
+    "records may have any length",
+    LAYOUT,
+    "if len(record) != size:",
+    "if False:",
+    f"{LAYOUTS}::test_each_record_is_as_long_as_a_record",
+)
+mutation(
+    "records of another dtype are taken",
+    LEASE,
+    "if table.dtype != layout.record_dtype:",
+    "if False:",
+    f"{LAYOUTS}::test_records_that_do_not_fit_the_layout_are_refused",
+)
+mutation(
+    "floats of a list overflow to infinity",
+    FILL,
+    'np.errstate(over="raise")',
+    'np.errstate(over="ignore")',
+    f"{LAYOUTS}::test_a_bad_value_in_a_column_is_named_with_its_row",
+)
+mutation(
+    "integers of an array wrap",
+    FILL,
+    "wrong = (array < bounds.min) | (array > bounds.max)",
+    "wrong = np.zeros(array.shape, bool)",
+    f"{LAYOUTS}::test_a_bad_value_in_an_array_or_tensor_is_named_with_its_row",
+)
+mutation(
+    "floats of an array overflow to infinity",
+    FILL,
+    "if wrong.any():",
+    "if wrong.any() and want in 'iu':",
+    f"{LAYOUTS}::test_a_bad_value_in_an_array_or_tensor_is_named_with_its_row",
+)
+mutation(
+    "integers of an array are rounded on their own way",
+    FILL,
+    'if want == "f" and have in "iu":',
+    "if False:",
+    f"{LAYOUTS}::test_integers_are_rounded_alike_in_every_form",
+)
+mutation(
+    "an array of another kind is converted",
+    FILL,
+    "if have not in {",
+    'if have not in "biuf" and have not in {',
+    f"{LAYOUTS}::test_values_of_the_wrong_kind_name_the_field",
+)
+mutation(
+    "booleans of a list are integers",
+    FILL,
+    '"i": frozenset({int}),',
+    '"i": frozenset({int, bool}),',
+    f"{LAYOUTS}::test_a_bad_value_in_a_column_is_named_with_its_row",
+)
+mutation(
+    "floats of a list are integers",
+    FILL,
+    '"i": frozenset({int}),',
+    '"i": frozenset({int, float}),',
+    f"{LAYOUTS}::test_a_bad_value_in_a_column_is_named_with_its_row",
+)
+mutation(
+    "a boolean is a number",
+    LAYOUT,
+    "if isinstance(value, (bool, np.bool_, np.timedelta64)) or",
+    "if",
+    f"{LAYOUTS}::test_a_bad_scalar_and_a_bad_record_are_named",
+)
+mutation(
+    "a float is an integer",
+    LAYOUT,
+    "if isinstance(value, (float, np.floating)):",
+    "if False:",
+    f"{LAYOUTS}::test_a_bad_scalar_and_a_bad_record_are_named",
+)
+mutation(
+    "an integer is not measured",
+    LAYOUT,
+    "if not bounds.min <= int(value) <= bounds.max:",
+    "if False:",
+    f"{LAYOUTS}::test_a_bad_scalar_and_a_bad_record_are_named",
+)
+mutation(
+    "a float is not measured",
+    LAYOUT,
+    "fits = math.isfinite(dtype.type(as_float)) or not math.isfinite(as_float)",
+    "fits = True",
+    f"{LAYOUTS}::test_a_bad_scalar_and_a_bad_record_are_named",
+)
+mutation(
+    "a list of one value fills a column of any length",
+    FILL,
+    "if len(values) != len(column):\n        raise _wrong_length(len(values), column, field)\n    kind",
+    "kind",
+    f"{LAYOUTS}::test_a_column_of_the_wrong_length_is_refused",
+)
+
+# Batches: what was staged serves nobody else.
+
+STAGE, CACHE, INFO, PARAMS = "batching/stage.py", "batching/cache.py", "batching/info.py", "batching/params.py"
+KERNEL = "batching/kernel.py"
+STAGES, CACHES, INFOS, PARAM = (f"batching/test_{name}.py" for name in ("stage", "cache", "info", "params"))
+CHANGED_CACHE = f"{STAGES}::test_cache_rows_of_a_batch_changed_in_between_are_staged_anew"
+CHANGED_SAMPLING = f"{STAGES}::test_sampling_columns_of_a_batch_changed_in_between_are_staged_anew"
+TABLE_REFUSED = f"{CACHES}::test_what_does_not_fit_is_refused_before_anything_is_uploaded"
+
+mutation(
+    "other requests get what was staged",
+    STAGE,
+    "if len(self.requests) != len(batch.reqs) or not all(map(operator.is_, self.requests, batch.reqs)):",
+    "if len(self.requests) != len(batch.reqs):",
+    CHANGED_SAMPLING,
+    f"{STAGES}::test_a_batch_is_known_by_its_requests_not_by_their_values",
+)
+mutation(
+    "other parameters get what was staged",
+    STAGE,
+    "return all(map(operator.is_, self.params, params))",
+    "return True",
+    CHANGED_SAMPLING,
+)
+mutation(
+    "foreign parameters that changed get what was staged",
+    STAGE,
+    "return self.sampling.tobytes() == table_of(batch.reqs).tobytes()",
+    "return True",
+    f"{STAGES}::test_foreign_params_are_compared_by_value_in_between",
+)
+mutation(
+    "other prefixes get what was staged",
+    STAGE,
+    "all(a is request.prefix_indices for a, request in zip(cache.prefixes, requests, strict=True))",
+    "True",
+    CHANGED_CACHE,
+)
+mutation(
+    "other lengths get what was staged",
+    STAGE,
+    "and cache.extend_lens.tolist() == [request.extend_input_len for request in requests]",
+    "",
+    CHANGED_CACHE,
+)
+mutation(
+    "other rows of the table get what was staged",
+    STAGE,
+    "and cache.pool_indices.tolist() == [request.req_pool_idx for request in requests]",
+    "",
+    CHANGED_CACHE,
+)
+mutation(
+    "deterministic batches get what was staged for others",
+    STAGE,
+    " or self.deterministic != batch.deterministic",
+    "",
+    CHANGED_SAMPLING,
+    CHANGED_CACHE,
+)
+mutation(
+    "another pool gets what was staged",
+    STAGE,
+    " or self.pool is not pool",
+    "",
+    f"{STAGES}::test_another_pool_stages_anew",
+)
+mutation(
+    "an entry point gets what it has had",
+    STAGE,
+    "if part in self.taken or ",
+    "if ",
+    f"{STAGES}::test_calling_an_entry_point_again_stages_anew",
+)
+mutation(
+    "an error leaves what was staged",
+    STAGE,
+    "staged, batch.staged = batch.staged, None",
+    "staged = batch.staged",
+    f"{STAGES}::test_a_refused_table_clears_what_was_staged",
+)
+mutation(
+    "an error of the write leaves what was staged",
+    CACHE,
+    "batch.staged = None",
+    "pass",
+    f"{STAGES}::test_a_write_that_fails_after_the_upload_clears_what_was_staged",
+)
+mutation(
+    "the second entry point does not wait for the copy",
+    STAGE,
+    "staged.tensors.wait()",
+    "pass",
+    f"{STAGES}::test_the_second_entry_point_on_another_stream_waits_for_the_copy",
+)
+mutation(
+    "the second entry point does not check its table",
+    STAGE,
+    "if check is not None and staged.cache is not None:",
+    "if False:",
+    f"{STAGES}::test_a_refused_table_clears_what_was_staged",
+)
+mutation(
+    "the table is checked after the upload",
+    STAGE,
+    "        if check is not None:\n            check(cache)\n",
+    "",
+    TABLE_REFUSED,
+)
+mutation(
+    "prefix tensors are not held",
+    STAGE,
+    "return CacheRows(prefixes, ",
+    "return CacheRows([None for _ in prefixes], ",
+    f"{STAGES}::test_prefix_tensors_are_held_until_the_table_is_written",
+)
+mutation(
+    "a prefix is remembered when there is another",
+    STAGE,
+    " or known[0] is not prefix",
+    "",
+    f"{STAGES}::test_a_replaced_prefix_replaces_the_remembered_pointer",
+)
+mutation(
+    "a prefix is remembered for another device",
+    STAGE,
+    " or known[3] != device",
+    "",
+    f"{STAGES}::test_a_remembered_prefix_is_checked_against_the_batch_s_device",
+)
+mutation(
+    "a prefix may be of any dtype",
+    STAGE,
+    "if prefix.dtype != torch.int64:",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation("a prefix may have any shape", STAGE, "elif prefix.ndim != 1:", "elif False:", TABLE_REFUSED)
+mutation(
+    "a prefix need not be contiguous",
+    STAGE,
+    "elif not prefix.is_contiguous():",
+    "elif False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "a prefix may be on another device",
+    STAGE,
+    "elif not _same_device(prefix.device, device):",
+    "elif False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "lengths and rows may be negative or huge",
+    STAGE,
+    "if values and (min(values) < 0 or max(values) >= _MOST_TOKENS):",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "a batch goes through another device's pool",
+    STAGE,
+    "if pool is not None and not _same_device(pool.device, batch.device):",
+    "if False:",
+    f"{STAGES}::test_a_pool_for_another_device_is_refused",
+)
+mutation(
+    "the table may be of any dtype and layout",
+    CACHE,
+    "if req_to_token.dtype != torch.int32 or req_to_token.ndim != 2 or req_to_token.stride(1) != 1:",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "out_cache_loc may be of any dtype and layout",
+    CACHE,
+    "if out_cache_loc.dtype != torch.int64 or out_cache_loc.ndim != 1 or not out_cache_loc.is_contiguous():",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "out_cache_loc may be of any size",
+    CACHE,
+    "if out_cache_loc.numel() != new:",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "a sequence may be longer than its row",
+    CACHE,
+    "if rows.seq_lens.max() > width:",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "a row may be beyond the table",
+    CACHE,
+    "if rows.pool_indices.max() >= slots:",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "two requests may share a row",
+    CACHE,
+    "if len(set(used)) != len(used):",
+    "if False:",
+    TABLE_REFUSED,
+)
+mutation(
+    "the kernel addresses the table in 32 bits",
+    KERNEL,
+    "tl.load(req_pool_indices + row) * tl.cast(stride, tl.int64)",
+    "(tl.load(req_pool_indices + row).to(tl.int32) * tl.cast(stride, tl.int32))",
+    f"{CACHES}::test_rows_beyond_two_to_the_31_elements_are_addressed",
+)
+mutation(
+    "the kernel writes beyond a sequence",
+    KERNEL,
+    "mask=positions < seq_len)",
+    "mask=positions < seq_len + 1)",
+    f"{CACHES}::test_a_shorter_sequence_leaves_the_rest_of_its_row",
+    f"{CACHES}::test_each_row_is_its_prefix_then_its_new_tokens",
+)
+mutation(
+    "keep-indices may be out of range",
+    INFO,
+    "if not 0 <= index < rows:",
+    "if False:",
+    f"{INFOS}::test_a_wrong_index_is_refused_and_nothing_changes",
+)
+mutation(
+    "keep-indices may be negative",
+    INFO,
+    "if not 0 <= index < rows:",
+    "if not index < rows:",
+    f"{INFOS}::test_a_wrong_index_is_refused_and_nothing_changes",
+)
+mutation(
+    "keep-indices may name a row twice",
+    INFO,
+    "if len(set(keep)) != len(keep):",
+    "if False:",
+    f"{INFOS}::test_a_wrong_index_is_refused_and_nothing_changes",
+)
+mutation(
+    "keep-indices may be booleans",
+    INFO,
+    " or isinstance(index, (bool, np.timedelta64))",
+    "",
+    f"{INFOS}::test_a_wrong_index_is_refused_and_nothing_changes",
+)
+mutation(
+    "keep-indices on the device may be any number",
+    INFO,
+    "elif not isinstance(keep_indices_device, torch.Tensor) or keep_indices_device.shape != (len(keep),):",
+    "elif False:",
+    f"{INFOS}::test_unsuitable_indices_on_the_device_change_nothing",
+)
+mutation(
+    "batches with and without seeds merge",
+    INFO,
+    "if (self.sampling_seed is None) != (other.sampling_seed is None):",
+    "if False:",
+    f"{INFOS}::test_deterministic_and_other_batches_do_not_merge",
+)
+mutation(
+    "batches for different vocabularies merge",
+    INFO,
+    "if self.vocab_size != other.vocab_size or",
+    "if",
+    f"{INFOS}::test_batches_for_different_vocabularies_do_not_merge",
+)
+mutation(
+    "seeds are given without deterministic sampling",
+    INFO,
+    "if not batch.deterministic:",
+    "if False:",
+    f"{INFOS}::test_seeds_are_there_only_under_deterministic_sampling",
+)
+mutation(
+    "flags are not computed anew after a filter",
+    INFO,
+    "self._table = self._table[keep]\n        self._set_flags()",
+    "self._table = self._table[keep]",
+    f"{INFOS}::test_random_filters_and_merges_keep_rows_and_flags_right",
+)
+
+# Sampling parameters.
+
+STORED = f"{PARAM}::test_a_value_in_range_is_stored_as_the_documented_mapping_says"
+OUT_OF_RANGE = f"{PARAM}::test_a_value_out_of_range_is_refused_naming_field_and_value"
+FOREIGN = f"{PARAM}::test_own_foreign_and_mixed_requests_give_the_oracle_s_bytes"
+
+mutation("a tiny temperature is not greedy", PARAMS, "temperature, top_k = 1.0, 1", "pass", STORED)
+mutation("a foreign tiny temperature is not greedy", PARAMS, 'table["top_ks"][greedy] = 1', "pass", FOREIGN)
+mutation(
+    "top_p is judged before rounding", PARAMS, "0 < np.float32(top_p) <= 1", "0 < top_p <= 1", STORED, OUT_OF_RANGE
+)
+mutation("min_p is judged before rounding", PARAMS, "0 <= np.float32(min_p) <= 1", "0 <= min_p <= 1", STORED)
+mutation("a negative temperature is taken", PARAMS, "if not temperature >= 0:", "if False:", OUT_OF_RANGE)
+mutation("top_k may be 0 or less", PARAMS, "if top_k != -1 and top_k < 1:", "if False:", OUT_OF_RANGE)
+mutation("infinities are taken", PARAMS, "if not math.isfinite(checked):", "if False:", OUT_OF_RANGE)
+mutation(
+    "foreign values out of range are taken",
+    PARAMS,
+    "if not in_range.all():",
+    "if False:",
+    f"{PARAM}::test_a_foreign_value_out_of_range_names_its_request_and_costs_no_lease",
+)
+mutation("the seed of a request without one is another", PARAMS, "DEFAULT_SEED = 42", "DEFAULT_SEED = 0", FOREIGN)
+mutation(
+    "seed 0 is no seed",
+    PARAMS,
+    "sampling_seed=DEFAULT_SEED if seed is None else seed",
+    "sampling_seed=seed or DEFAULT_SEED",
+    FOREIGN,
+)
+mutation(
+    "a foreign seed 0 is no seed",
+    PARAMS,
+    "[DEFAULT_SEED if seed is None else seed for",
+    "[seed or DEFAULT_SEED for",
+    FOREIGN,
+)
+
+
+def mutated(one: Mutation, source: str) -> str:
+    """The source without the guard. Raises `MutationError` unless the text is there exactly once."""
+    found = source.count(one.old)
+    if found != 1:
+        raise MutationError(f"{one.name!r}: {one.file} has the text to replace {found} times, not once: {one.old!r}")
+    return source.replace(one.old, one.new)
+
+
+def run_pytest(scratch: Path, tests: Sequence[str], *options: str) -> tuple[int | None, str]:
+    """Exit status (None: too long) and output of these tests in the copy."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *options]
+    # First on the path: what is installed must not stand in for the copy. Wide, so that no reason is cut off.
+    environment = {**os.environ, "PYTHONPATH": str(scratch), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
+    try:
+        ran = subprocess.run(
+            [*command, *(f"tests/{test}" for test in tests)],
+            cwd=scratch,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return ran.returncode, ran.stdout
+
+
+def copy_to(scratch: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+        else:
+            shutil.copy(ROOT / name, scratch / name)
+
+
+def try_out(one: Mutation) -> Outcome:
+    """Run the mutation's tests in a copy without the guard."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        scratch = Path(name)
+        copy_to(scratch)
+        file = scratch / one.file
+        file.write_text(mutated(one, file.read_text(encoding="utf-8")), encoding="utf-8")
+        status, output = run_pytest(scratch, one.tests, "-x")
+    if status == 0:
+        return Outcome(False, how="all of its tests still pass")
+    if status is None:
+        return Outcome(False, how=f"its tests did not end within {LIMIT_S} s")
+    failed = re.search(r"^FAILED tests/([^\[\n]+?)(?:\[.*?\])?(?: - (.*))?$", output, re.MULTILINE)
+    if status is not None and status < 0:
+        return Outcome(True, one.tests[0], f"the interpreter died of signal {-status}")
+    if status != 1 or failed is None:
+        return Outcome(False, how=f"pytest ended with status {status} and no failed test:\n{output[-3000:]}")
+    return Outcome(True, failed[1], how_it_failed(failed[2] or "", output))
+
+
+def how_it_failed(summary: str, output: str) -> str:
+    if "DID NOT RAISE" in output:
+        return "missing error"
+    if "AssertionError" in output or summary.startswith("assert "):
+        return "wrong value"
+    found = re.findall(
+        r"^E\s+(?:[\w.]+\.)?(\w+(?:Error|Exhausted|Warning|Exception|Closed|Broken|Group))\b", output, re.MULTILINE
+    )
+    return f"unexpected {found[-1]}" if found else f"failed: {summary[:60]}"
+
+
+def check_unmutated(chosen: Sequence[Mutation]) -> None:
+    """Every text is found once, and every test named passes with all guards in place."""
+    for one in chosen:
+        mutated(one, (ROOT / one.file).read_text(encoding="utf-8"))
+    tests = list(dict.fromkeys(test for one in chosen for test in one.tests))
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        copy_to(Path(name))
+        status, output = run_pytest(Path(name), tests)
+    if status != 0:
+        raise MutationError(f"without any mutation the tests do not pass:\n{output[-3000:]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
+    parser.add_argument("-k", metavar="SUBSTRING", default="", help="only mutations with this in their name or file")
+    parser.add_argument("-j", type=int, default=2, help="how many at a time (default: 2)")
+    options = parser.parse_args(arguments)
+    chosen = [one for one in MUTATIONS if options.k.lower() in f"{one.name} {one.file}".lower()]
+    if not chosen:
+        parser.error(f"no mutation is called anything like {options.k!r}")
+    if options.list:
+        for one in chosen:
+            print(f"{one.file}: {one.name}")
+        print(f"{len(chosen)} mutations")
+        return 0
+    start = time.monotonic()
+    check_unmutated(chosen)
+    survived = 0
+    with ThreadPoolExecutor(options.j) as workers:
+        for one, outcome in zip(chosen, workers.map(try_out, chosen), strict=True):
+            survived += not outcome.caught
+            result = f"caught by {outcome.test} ({outcome.how})" if outcome.caught else f"SURVIVED: {outcome.how}"
+            print(f"{one.name} -> {result}", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} mutations caught, {time.monotonic() - start:.0f} s")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MutationError as error:
+        sys.exit(f"run_mutations: {error}")
