@@ -10,7 +10,7 @@ import torch
 from batching.errors import CacheIndexError
 from batching.params import SamplingParams
 from batching.request import Request, ScheduleBatch
-from batching.stage import CacheRows, Staged, staged_for
+from batching.stage import CacheRows, Staged, same_device, staged_for
 from staging import StagingPool
 
 
@@ -41,7 +41,7 @@ def write_cache_indices(
     """
 
     def check(rows: CacheRows) -> None:
-        _check(batch, rows, req_to_token, out_cache_loc)
+        _check(batch, rows, req_to_token, out_cache_loc, batch.device if pool is None else pool.device)
 
     staged = staged_for(batch, pool, "cache", check)
     rows = staged.cache
@@ -87,7 +87,13 @@ def write_with_torch(req_to_token: torch.Tensor, staged: Staged, out_cache_loc: 
     req_to_token[table_rows, positions] = values.to(req_to_token.dtype)
 
 
-def _check(batch: ScheduleBatch, rows: CacheRows, req_to_token: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
+def _check(
+    batch: ScheduleBatch,
+    rows: CacheRows,
+    req_to_token: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    device: torch.device,
+) -> None:
     if req_to_token.dtype != torch.int32 or req_to_token.ndim != 2 or req_to_token.stride(1) != 1:
         raise CacheIndexError(
             f"req_to_token must be an int32 table with adjacent columns, got {req_to_token.dtype} of shape "
@@ -98,9 +104,9 @@ def _check(batch: ScheduleBatch, rows: CacheRows, req_to_token: torch.Tensor, ou
             f"out_cache_loc must be contiguous one-dimensional int64, got {out_cache_loc.dtype} of shape "
             f"{tuple(out_cache_loc.shape)}"
         )
-    if req_to_token.device != out_cache_loc.device or req_to_token.device.type != batch.device.type:
+    if req_to_token.device != out_cache_loc.device or not same_device(req_to_token.device, device):
         raise CacheIndexError(
-            f"the batch is on {batch.device}, req_to_token on {req_to_token.device}, out_cache_loc on "
+            f"the batch is on {device}, req_to_token on {req_to_token.device}, out_cache_loc on "
             f"{out_cache_loc.device}; all must be on one device"
         )
     new = int(rows.extend_lens.sum())

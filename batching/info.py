@@ -109,10 +109,7 @@ class SamplingBatchInfo:
             keep_indices_device = stage_rows(KEEP, {"keep_indices": keep}, pool, self.device)["keep_indices"]
         elif not isinstance(keep_indices_device, torch.Tensor) or keep_indices_device.shape != (len(keep),):
             raise BatchError(f"keep_indices_device must be a tensor of the {len(keep)} kept rows")
-        for name in _COLUMNS:
-            column = getattr(self, name)
-            if column is not None:
-                setattr(self, name, column.index_select(0, keep_indices_device))
+        self._replace({name: column.index_select(0, keep_indices_device) for name, column in self._columns()})
         self._table = self._table[keep]
         self._set_flags()
 
@@ -128,16 +125,21 @@ class SamplingBatchInfo:
                 f"cannot merge a batch for vocabulary {other.vocab_size} on {other.device} into one for "
                 f"{self.vocab_size} on {self.device}"
             )
-        for name in _COLUMNS:
-            column = getattr(self, name)
-            if column is not None:
-                setattr(self, name, torch.cat([column, getattr(other, name)]))
+        self._replace({name: torch.cat([column, getattr(other, name)]) for name, column in self._columns()})
         self._table = np.concatenate([self._table, other._table])
         self.is_all_greedy = self.is_all_greedy and other.is_all_greedy
         self.is_any_greedy = self.is_any_greedy or other.is_any_greedy
         self.need_top_p_sampling = self.need_top_p_sampling or other.need_top_p_sampling
         self.need_top_k_sampling = self.need_top_k_sampling or other.need_top_k_sampling
         self.need_min_p_sampling = self.need_min_p_sampling or other.need_min_p_sampling
+
+    def _columns(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, column) for name in _COLUMNS if (column := getattr(self, name)) is not None]
+
+    def _replace(self, columns: dict[str, torch.Tensor]) -> None:
+        """All or none: making a column may fail for lack of memory, assigning it does not."""
+        for name, column in columns.items():
+            setattr(self, name, column)
 
     def _set_flags(self) -> None:
         table = self._table

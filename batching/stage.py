@@ -49,7 +49,7 @@ Part = Literal["sampling", "cache"]
 class CacheRows:
     """The host side of the `CACHE` columns of one batch, checked."""
 
-    prefixes: list[torch.Tensor | None]
+    prefixes: list[torch.Tensor | None] = attrs.field(repr=False)
     pointers: list[int]
     pool_indices: npt.NDArray[np.int64]
     prefix_lens: npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ class Staged:
     Holds the prefix tensors, so their pointers stay good until the kernel that reads them is queued.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor] = attrs.field(repr=False)  # printing a tensor waits for the device
     sampling: Table
     cache: CacheRows | None
     requests: list[Any]
@@ -139,7 +139,7 @@ def stage_batch(
 
     Without a pool every field goes its own way (see `upload_plainly`). The tensors are for the current stream.
     """
-    if pool is not None and not _same_device(pool.device, batch.device):
+    if pool is not None and not same_device(pool.device, batch.device):
         raise BatchError(f"the batch is for {batch.device}, {pool!r} uploads to {pool.device}; use a pool per device")
     sampling = table_of(batch.reqs)
     cache = None
@@ -185,7 +185,7 @@ def stage_rows(
     rows = len(next(iter(columns.values())))
     if pool is None:
         return upload_plainly(layout, columns, device)
-    if not _same_device(pool.device, device):
+    if not same_device(pool.device, device):
         raise BatchError(f"{layout.name}: {pool!r} uploads to {pool.device}, not to {device}; use a pool per device")
     with pool.lease(layout, rows=rows) as lease:
         for name, values in columns.items():
@@ -238,7 +238,7 @@ def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[An
         problem = f"has shape {tuple(prefix.shape)}; it must be one-dimensional"
     elif not prefix.is_contiguous():
         problem = "is not contiguous, and the kernel reads it by one pointer; call .contiguous()"
-    elif not _same_device(prefix.device, device):
+    elif not same_device(prefix.device, device):
         problem = f"is on {prefix.device}, the batch on {device}; move it there"
     if problem:
         raise CacheIndexError(f"request {rid!r}: prefix_indices {problem}")
@@ -284,5 +284,6 @@ def _current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def _same_device(one: torch.device, other: torch.device) -> bool:
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether the two can be the same device; "cuda" without an index may be any."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))

@@ -32,7 +32,7 @@ def write_column(column: npt.NDArray[Any], values: object, field: Field) -> None
     """
     if type(values) is list or type(values) is tuple:
         if column.ndim > 1:
-            if math.prod(field.shape) > 1:
+            if math.prod(field.shape) > 1 or (values and isinstance(values[0], (list, tuple))):
                 _write_nested(column, values, field)
                 return
             column = column.reshape(-1)  # entries of shape (1,) are written as plain numbers
@@ -50,12 +50,21 @@ def write_column(column: npt.NDArray[Any], values: object, field: Field) -> None
         _write_array(column, array, field)
     elif isinstance(values, np.ndarray) and values.ndim:
         _write_array(column, values, field)
-    elif isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray)):
-        write_column(column, list(values), field)
-    elif hasattr(values, "__array__") and not isinstance(values, (np.ndarray, np.generic, torch.Tensor)):
-        write_column(column, np.asarray(values), field)
     else:
-        column[...] = field.number(values)
+        plain = readable(values)
+        if plain is not values:
+            write_column(column, plain, field)
+        else:
+            column[...] = field.number(values)
+
+
+def readable(values: object) -> object:
+    """`values` as a list or an array where they are some other sequence; everything else as it is."""
+    if type(values) is list or isinstance(values, (tuple, np.ndarray, np.generic, torch.Tensor, str, bytes, bytearray)):
+        return list(values) if isinstance(values, tuple) and type(values) is not tuple else values
+    if isinstance(values, Sequence):
+        return list(values)
+    return np.asarray(values) if hasattr(values, "__array__") else values
 
 
 def _write_list(

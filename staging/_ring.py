@@ -35,6 +35,8 @@ class Ring:
         """Why every lease fails, once it does: the pool is closed, broken or forked."""
         self.dropped: deque[tuple[Slot, int]] = deque()
         """Leases collected while open: appended by finalisers, without the lock; drained by the next lease."""
+        self.discarded: deque[tuple[Slot, int]] = deque()
+        """Leases discarded while the lock was taken, perhaps by this thread: garbage collection may run anywhere."""
         self.may_grow = True
         """False once a further slot's memory could not be had."""
         self._name = name
@@ -59,8 +61,8 @@ class Ring:
         A slot that holds `need` bytes comes first; one that is too small, or new, is returned to be enlarged.
         `ticket` is the caller's place in the queue, when it has waited before.
         """
-        if self.dropped or _lifetime.orphans:
-            self._drain_dropped()
+        if self.dropped or self.discarded or _lifetime.orphans:
+            self._drain()
         if self.refusal is not None:
             raise self.refused()
         if self.waiting and self.waiting[0] is not ticket:
@@ -121,7 +123,7 @@ class Ring:
 
     def settle_all(self) -> list[Slot]:
         """Look once at every slot that is not leased; returns those that are not free."""
-        self._drain_dropped()
+        self._drain()
         for slot in list(self.slots):
             if slot.state is not State.FILLING:
                 try:
@@ -142,7 +144,7 @@ class Ring:
         if sticky is None:
             return
         self.refusal = PoolBroken(
-            f"pool {self._name!r} is broken: {error or sticky}; the process has to be restarted, the pool's memory is "
+            f"pool {self._name!r} is broken: {sticky}; the process has to be restarted, the pool's memory is "
             f"leaked since copies may still read it"
         )
         self.refusal.__cause__ = error if isinstance(error, Exception) else sticky
@@ -195,11 +197,19 @@ class Ring:
             self.watch.done(slot)
         return True
 
-    def _drain_dropped(self) -> None:
+    def drain_discarded(self) -> None:
+        """Give back the slots of leases that were discarded while the lock was taken."""
+        while self.discarded:
+            slot, generation = self.discarded.popleft()
+            if self.release(slot, generation):
+                self.counters.discards += slot.buffer is not None
+
+    def _drain(self) -> None:
+        self.drain_discarded()
         while self.dropped:
             slot, generation = self.dropped.popleft()
-            if self.release(slot, generation):
-                self.counters.dropped += slot.buffer is not None
+            if self.release(slot, generation) and slot.buffer is not None:
+                self.counters.dropped += 1
                 where = f"taken at {slot.site}" if slot.site else "STAGING_DEBUG=1 says where it was taken"
                 self.notes.append(
                     f"pool {self._name!r}: a lease of slot {slot.index} was dropped without upload or discard; {where}"

@@ -49,6 +49,9 @@ class PinningError(StagingError, MemoryError):
 
 def shown(value: object) -> str:
     """`repr(value)` with its type, short enough for a message."""
+    if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
+        # Not its values: printing a tensor on a device waits for the device.
+        return f"a tensor of {value.dtype} on {value.device}"  # type: ignore[attr-defined]
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints

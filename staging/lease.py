@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staging._fill import write_column
+from staging._fill import readable, write_column
 from staging._slots import Slot
 from staging.errors import FieldError, LeaseError
 from staging.layout import ROWS, Layout, Place, Plan
@@ -32,11 +32,11 @@ class Lease:
 
     __slots__ = ("__weakref__", "_generation", "_plan", "_pool", "_slot", "_written")
 
-    def __init__(self, pool: StagingPool, slot: Slot, plan: Plan) -> None:
+    def __init__(self, pool: StagingPool, slot: Slot, plan: Plan, generation: int) -> None:
         self._pool = pool
         self._slot = slot
         self._plan = plan
-        self._generation = slot.generation
+        self._generation = generation
         self._written = 0
 
     @property
@@ -76,6 +76,7 @@ class Lease:
                 f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
                 f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
             )
+        values = readable(values)  # code of the caller's may run here, and end this very lease: before the check
         self._check_open("write")
         self._written &= ~place.bit
         write_column(self._column(place), values, place.field)
@@ -89,8 +90,8 @@ class Lease:
         mismatch, `LeaseError` after the end.
         """
         layout = self.layout if layout is None else layout
-        self._check_open("write")
         table = records if isinstance(records, np.ndarray) else layout.join(records)
+        self._check_open("write")
         if table.dtype != layout.record_dtype:
             raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
         rows = self._plan.lengths.get(ROWS, 0)

@@ -172,11 +172,12 @@ class StagingPool:
                 raise CaptureError(_capture_message(f"lease from {self!r}"))
             with self._ring.lock:
                 slot = self._ring.choose(plan.total)
+                generation = -1 if slot is None else slot.generation
                 ready = slot is not None and slot.capacity >= plan.total
                 self._ring.counters.leases_ready += ready
             if slot is None or not ready:
-                slot = self._obtain(slot, plan, seconds)
-            lease = Lease(self, slot, plan)
+                slot, generation = self._obtain(slot, plan, seconds)
+            lease = Lease(self, slot, plan, generation)
             if self._ring.watch is not None:
                 with self._ring.lock:
                     self._ring.watch.leased(slot, plan)
@@ -195,6 +196,7 @@ class StagingPool:
     def stats(self) -> PoolStats:
         """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing."""
         with self._ring.lock:
+            self._ring.drain_discarded()
             return PoolStats(
                 **attrs.asdict(self._ring.counters),
                 slots=len(self._ring.slots),
@@ -217,8 +219,9 @@ class StagingPool:
             raise ValueError(f"{self!r}: warm({slots}) is not within 1 and max_slots={self.max_slots}")
         leases = [self.lease(_WARM, rows=1) for _ in range(wanted)]
         for lease in leases:
-            lease["warm"] = 0
-            lease.upload()
+            with lease:
+                lease["warm"] = 0
+                lease.upload()
 
     def close(self, timeout: float | None = None) -> None:
         """Refuse new leases, wait for open leases and copies up to `timeout` seconds (None: the pool's), free the ring.
@@ -227,11 +230,12 @@ class StagingPool:
         copy, with a warning in the log; leases still open are ended. Leases held by the calling thread are not
         waited for. Closing twice does nothing. Does not raise for what it cannot free.
         """
-        with self._ring.lock:
-            if self._ring.refusal is not None:
-                return
-            self._ring.refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
         timeout = self.timeout if timeout is None else _checked_timeout(timeout)
+        with self._ring.lock:
+            if self._ring.refusal is None:
+                self._ring.refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
+            elif not isinstance(self._ring.refusal, PoolClosed) or not self._ring.slots:
+                return  # nothing left to do; an interrupted close() is taken up again
         deadline = None if timeout is None else self._device.now() + int(timeout * 1e9)
         pause = _FIRST_PAUSE
         me = threading.get_ident()
@@ -290,19 +294,22 @@ class StagingPool:
         # lease to see their copies done; without one they stay for the life of the process.
         try:
             slots, refusal = self._ring.slots, self._ring.refusal
+            if slots and (refusal is None or isinstance(refusal, PoolClosed)):
+                _lifetime.orphans.append((self._device, slots))
+                if not sys.is_finalizing():
+                    warnings.warn(
+                        f"staging pool {self.name!r} was never closed", ResourceWarning, stacklevel=2, source=self
+                    )
         except AttributeError:
-            return  # __init__ never ran to its end
-        if slots and (refusal is None or isinstance(refusal, PoolClosed)):
-            _lifetime.orphans.append((self._device, slots))
-            if not sys.is_finalizing():
-                warnings.warn(
-                    f"staging pool {self.name!r} was never closed", ResourceWarning, stacklevel=2, source=self
-                )
+            pass  # __init__ never ran to its end, or the interpreter is going away and this module's names are gone
 
     # ------------------------------------------------------------------ growing and waiting, outside the lock
 
-    def _obtain(self, slot: Slot | None, plan: Plan, timeout: float | None) -> Slot:
-        """A slot of at least `plan.total` bytes, by enlarging `slot`, the one just reserved, or by waiting for one."""
+    def _obtain(self, slot: Slot | None, plan: Plan, timeout: float | None) -> tuple[Slot, int]:
+        """A slot of at least `plan.total` bytes, with the generation it was reserved in.
+
+        By enlarging `slot`, the one just reserved, or by waiting for one.
+        """
         ticket = object()
         waited = grown = False
         reserved = -1 if slot is None else slot.generation
@@ -313,20 +320,22 @@ class StagingPool:
             while True:
                 if slot is not None:
                     grown = slot.buffer is None
-                    if slot.capacity >= plan.total or self._enlarge(slot, plan.total):
+                    if slot.capacity >= plan.total or self._enlarge(slot, plan.total, reserved):
                         break
                 if deadline is not None and self._device.now() >= deadline:
                     raise PoolExhausted(self._exhausted(f"no slot came free within {timeout:g} s", plan))
                 with self._ring.lock:
                     self._check_not_stuck(plan)
-                    if not waited:
+                    waited = True
+                    if ticket not in self._ring.waiting:
                         self._ring.waiting.append(ticket)
-                        waited = True
                 self._device.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
                 with self._ring.lock:
                     slot = self._ring.choose(plan.total, ticket)
                     reserved = -1 if slot is None else slot.generation
+                    if slot is not None:
+                        self._ring.waiting.remove(ticket)  # the next one need not wait for this one's larger buffer
         except BaseException:
             with self._ring.lock:
                 if slot is not None:
@@ -335,7 +344,8 @@ class StagingPool:
         finally:
             if waited:
                 with self._ring.lock:
-                    self._ring.waiting.remove(ticket)
+                    if ticket in self._ring.waiting:
+                        self._ring.waiting.remove(ticket)
                     took = self._device.now() - start
                     self._ring.counters.wait_ns += took
                     self._ring.counters.wait_ns_max = max(self._ring.counters.wait_ns_max, took)
@@ -346,9 +356,9 @@ class StagingPool:
                 self._ring.counters.leases_grown += 1
             else:
                 self._ring.counters.leases_ready += 1
-        return slot
+        return slot, reserved
 
-    def _enlarge(self, slot: Slot, need: int) -> bool:
+    def _enlarge(self, slot: Slot, need: int, reserved: int) -> bool:
         """Give a reserved slot a buffer of at least `need` bytes. The slot is new, or its last copy is done.
 
         False when a new slot's memory cannot be had: the ring then stays as deep as it is. For a slot that exists the
@@ -359,10 +369,8 @@ class StagingPool:
             buffer = self._make_buffer(size)
         except BaseException as error:
             with self._ring.lock:
-                slot.generation += 1
-                if slot.buffer is not None:
-                    slot.state = State.FREE
-                    raise
+                if not self._ring.release(slot, reserved) or slot.buffer is not None:
+                    raise  # closed meanwhile, or a slot that goes on with its old buffer
                 self._ring.slots.remove(slot)
                 if not isinstance(error, PinningError) or not self._ring.slots:
                     raise
@@ -370,6 +378,8 @@ class StagingPool:
             log.warning("pool %r stays at %d slots: %s", self.name, len(self._ring.slots), error)
             return False
         with self._ring.lock:
+            if slot.generation != reserved:
+                raise self._ring.refused()  # closed meanwhile: the slot is nobody's any more
             self._ring.counters.enlarged += slot.buffer is not None
             slot.buffer = buffer
             slot.capacity = size
@@ -459,7 +469,7 @@ class StagingPool:
         slot.state = State.FILLING
         with self._ring.lock:
             self._ring.counters.leases_empty += 1
-        return Lease(self, slot, plan)
+        return Lease(self, slot, plan, slot.generation)
 
     def _upload(self, lease: Lease, out: torch.Tensor | None, after: Any) -> Upload:
         slot, plan, device = lease._slot, lease._plan, self._device
@@ -473,7 +483,7 @@ class StagingPool:
                 f"cannot upload {lease!r}: {names} never written, the slot still holds an older batch's bytes"
             )
         try:
-            if device.capturing():
+            if slot.buffer is not None and device.capturing():
                 raise CaptureError(_capture_message(f"upload {lease!r}"))
             if self._ring.watch is not None and slot.buffer is not None:
                 with self._ring.lock:
@@ -482,6 +492,8 @@ class StagingPool:
             landing = device.empty(plan.total) if out is None else self._check_out(out, plan)
             rows = device.empty(plan.row_total) if out is None and plan.row_runs else None
             stream = device.current_stream()
+            if after is not None:
+                device.wait(stream, after)  # nothing of ours is queued yet: an unsuitable event costs nothing
         except Exception as error:
             with self._ring.lock:
                 self._ring.note_if_broken(error)
@@ -493,8 +505,6 @@ class StagingPool:
         if slot.buffer is not None:
             slot.stream = stream
             try:
-                if after is not None:
-                    device.wait(stream, after)
                 device.copy(landing, slot.buffer, plan.total, stream)
                 if rows is not None:
                     device.copy_on_device(rows, landing, plan.row_runs, stream)
@@ -504,17 +514,25 @@ class StagingPool:
             except BaseException as error:
                 # Whether the copy was queued is not known, and the event says nothing about it.
                 with self._ring.lock:
-                    self._ring.counters.uploads_failed += 1
-                    self._ring.quarantine(slot, error)
+                    if slot.generation == generation and slot.state is State.FILLING:
+                        self._ring.counters.uploads_failed += 1
+                        self._ring.quarantine(slot, error)
                 raise
         return Upload(self, slot, generation, plan, landing, rows, stream, fresh=out is None)
 
     def _discard(self, lease: Lease) -> None:
-        with self._ring.lock:
-            if self._ring.release(lease._slot, lease._generation):
-                self._ring.counters.discards += lease._slot.buffer is not None
+        # Never blocking: a generator that holds a lease may be closed by garbage collection, in the middle of one of
+        # the ring's own methods. Whoever leases next, or asks for stats, finds it.
+        self._ring.discarded.append((lease._slot, lease._generation))
+        if self._ring.lock.acquire(blocking=False):
+            try:
+                self._ring.drain_discarded()
+            finally:
+                self._ring.lock.release()
 
     def _wait_for_upload(self, slot: Slot, generation: int, stream: Any) -> None:
+        if isinstance(self._ring.refusal, PoolForked):
+            raise self._ring.refused()
         with self._ring.lock:
             # A slot that was handed out again had its copy seen done, and its event belongs to another upload now.
             if slot.generation == generation and slot.buffer is not None:

@@ -88,7 +88,7 @@ class KVIndexPool:
 class Prefix:
     """The cached start of a prompt; its blocks are pinned until it is released."""
 
-    indices: Tensor
+    indices: Tensor = attrs.field(repr=False)
     """KV indices of the cached tokens (int64, 1-D, contiguous); they belong to the cache."""
     blocks: tuple[int, ...]
     """Ids of the blocks they come from."""

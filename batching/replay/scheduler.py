@@ -171,8 +171,9 @@ class Scheduler:
         """The trace's requests, without those that could never fit."""
         requests = []
         for number, row in enumerate(trace):
-            tokens = row.input_length + row.output_length + self.settings.ahead
-            if tokens > min(self._width, self._kv.capacity):
+            tokens = row.input_length + row.output_length
+            # One index more: of a prompt that is cached whole, the last token gets an index of its own all the same.
+            if tokens > self.settings.max_context or tokens + self.settings.ahead + 1 > self._kv.capacity:
                 self.result.refused += 1
                 continue
             temperature, top_p, top_k, min_p = PUBLISHED_DEFAULTS[number % len(PUBLISHED_DEFAULTS)]

@@ -82,7 +82,7 @@ def test_a_late_finaliser_of_a_lease_needs_no_global(
 @pytest.mark.parametrize(
     "made",
     [
-        pytest.param(True, marks=pytest.mark.xfail(reason="StagingPool.__del__ looks up names of its module")),
+        True,
         False,
     ],
     ids=["whole", "half made"],

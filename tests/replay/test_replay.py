@@ -66,6 +66,15 @@ def test_what_can_never_fit_is_refused_and_counted():
     assert_nothing_is_lost(scheduler, trace)
 
 
+def test_a_prompt_cached_whole_needs_one_index_more_than_its_tokens():
+    """Its last token gets an index of its own: a memory without room for that refuses it rather than wait for ever."""
+    trace = [TraceRequest(0.0, 512, 4, (1,)), TraceRequest(0.0, 512, 4, (1,))]
+    for room, finished in ((518, 0), (519, 2)):
+        scheduler, result = replay(trace, kv_tokens=room, ahead=2)
+        assert (result.requests, result.refused) == (finished, 2 - finished)
+        assert_nothing_is_lost(scheduler, trace)
+
+
 def test_a_prefill_keeps_to_its_token_budget_except_for_one_longer_request():
     """Batches are cut at the budget; a longer request gets one of its own."""
     trace = [TraceRequest(0.0, length, 1) for length in (60, 40, 1, 500, 30)]
