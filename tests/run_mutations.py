@@ -287,7 +287,7 @@ mutation(
 mutation(
     "capture is not refused at the upload",
     POOL,
-    "if device.capturing():",
+    "if slot.buffer is not None and device.capturing():",
     "if False:",
     f"{LEASES}::test_capture_is_refused_at_the_upload_and_the_lease_survives",
 )
@@ -350,7 +350,7 @@ mutation(
 mutation(
     "dropped leases are not taken back",
     RING,
-    "if self.dropped or _lifetime.orphans:",
+    "if self.dropped or self.discarded or _lifetime.orphans:",
     "if False:",
     f"{LEASES}::test_a_dropped_lease_comes_back_at_the_next_lease",
 )
@@ -669,7 +669,7 @@ mutation(
 mutation(
     "a prefix may be on another device",
     STAGE,
-    "elif not _same_device(prefix.device, device):",
+    "elif not same_device(prefix.device, device):",
     "elif False:",
     TABLE_REFUSED,
 )
@@ -683,7 +683,7 @@ mutation(
 mutation(
     "a batch goes through another device's pool",
     STAGE,
-    "if pool is not None and not _same_device(pool.device, batch.device):",
+    "if pool is not None and not same_device(pool.device, batch.device):",
     "if False:",
     f"{STAGES}::test_a_pool_for_another_device_is_refused",
 )
