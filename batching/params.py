@@ -105,14 +105,15 @@ def normalised(params: object, who: str) -> _Values:
     return temperature, top_p, TOP_K_ALL if top_k == -1 else int(top_k), min_p, None if seed is None else int(seed)
 
 
-def table_of(requests: Sequence[Any]) -> Table:
-    """The records of these requests as one table, in order.
+def table_of(requests: Sequence[Any], params: list[Any] | None = None) -> Table:
+    """The records of these requests as one table, in order; `params` are their parameters, where they are at hand.
 
     Requests with `SamplingParams` bring their record. Of others, with parameter objects of the same attribute names,
     the values are read and checked every time, since nobody can know when they change. Raises `SamplingValueError`,
     naming the request.
     """
-    params = [request.sampling_params for request in requests]
+    if params is None:
+        params = [request.sampling_params for request in requests]
     if set(map(type, params)) <= {SamplingParams}:
         # Not SAMPLING.join, which measures every record: these were packed by it.
         return np.frombuffer(b"".join([one.record for one in params]), SAMPLING.record_dtype)

@@ -100,7 +100,7 @@ class Staged:
         params = [request.sampling_params for request in batch.reqs]
         if set(map(type, params)) <= {SamplingParams}:
             return all(map(operator.is_, self.params, params))
-        return self.sampling.tobytes() == table_of(batch.reqs).tobytes()  # foreign: compare what they say now
+        return self.sampling.tobytes() == table_of(batch.reqs, params).tobytes()  # foreign: compare what they say now
 
 
 def staged_for(
@@ -141,7 +141,8 @@ def stage_batch(
     """
     if pool is not None and not same_device(pool.device, batch.device):
         raise BatchError(f"the batch is for {batch.device}, {pool!r} uploads to {pool.device}; use a pool per device")
-    sampling = table_of(batch.reqs)
+    params = [request.sampling_params for request in batch.reqs]
+    sampling = table_of(batch.reqs, params)
     cache = None
     if part == "cache" or batch.forward_mode == "extend":
         cache = cache_rows(batch.reqs, batch.device if pool is None else pool.device)
@@ -166,7 +167,7 @@ def stage_batch(
         sampling=sampling,
         cache=cache,
         requests=list(batch.reqs),
-        params=[request.sampling_params for request in batch.reqs],
+        params=params,
         deterministic=batch.deterministic,
         pool=pool,
         stream=_current_stream(batch.device) if pool is None else 0,

@@ -548,7 +548,7 @@ mutation(
 mutation(
     "foreign parameters that changed get what was staged",
     STAGE,
-    "return self.sampling.tobytes() == table_of(batch.reqs).tobytes()",
+    "return self.sampling.tobytes() == table_of(batch.reqs, params).tobytes()",
     "return True",
     f"{STAGES}::test_foreign_params_are_compared_by_value_in_between",
 )
@@ -844,6 +844,134 @@ mutation(
     "[DEFAULT_SEED if seed is None else seed for",
     "[seed or DEFAULT_SEED for",
     FOREIGN,
+)
+
+
+# What runs in the middle of the pool's own code.
+
+REENTRY = "staging/test_reentry.py"
+mutation(
+    "a discard waits for the lock",
+    POOL,
+    "if self._ring.lock.acquire(blocking=False):",
+    "if self._ring.lock.acquire():",
+    f"{REENTRY}::test_a_lease_ended_by_garbage_collection_inside_the_ring_does_not_hang",
+)
+mutation(
+    "the caller's code runs between check and write",
+    LEASE,
+    "values = readable(values)",
+    "pass",
+    f"{REENTRY}::test_values_whose_reading_ends_the_lease_never_reach_a_slot_in_flight",
+)
+mutation(
+    "a slot is enlarged though the pool was closed",
+    POOL,
+    "if slot.generation != reserved:",
+    "if False:",
+    f"{REENTRY}::test_a_pool_closed_while_a_slot_is_enlarged_hands_nothing_out",
+)
+mutation(
+    "a failed upload quarantines whoever has the slot",
+    POOL,
+    "if slot.generation == generation and slot.state is State.FILLING:",
+    "if True:",
+    f"{REENTRY}::test_an_upload_that_fails_after_its_slot_moved_on_leaves_the_new_owner_alone",
+)
+mutation(
+    "an interrupted close is never finished",
+    POOL,
+    "elif not isinstance(self._ring.refusal, PoolClosed) or not self._ring.slots:",
+    "else:",
+    f"{REENTRY}::test_an_interrupted_close_can_be_taken_up_again",
+)
+mutation(
+    "an empty batch is refused during a capture",
+    POOL,
+    "if slot.buffer is not None and device.capturing():",
+    "if device.capturing():",
+    f"{REENTRY}::test_an_empty_batch_is_fine_during_a_capture",
+)
+mutation(
+    "a child asks the events of collected pools",
+    "staging/_lifetime.py",
+    "orphans.clear()",
+    "pass",
+    f"{REENTRY}::test_a_forked_child_asks_nothing_of_what_the_parent_left",
+)
+mutation(
+    "a child waits for the parent's events",
+    POOL,
+    "if isinstance(self._ring.refusal, PoolForked):",
+    "if False:",
+    f"{REENTRY}::test_a_forked_child_asks_nothing_of_what_the_parent_left",
+)
+mutation(
+    "uploads are compared by their tensors",
+    "staging/upload.py",
+    "__hash__ = object.__hash__",
+    "pass",
+    f"{REENTRY}::test_uploads_are_compared_by_identity",
+)
+mutation(
+    "a refused tensor on a device is printed",
+    "staging/errors.py",
+    'if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":',
+    "if False:",
+    "cases/test_cases_values.py::test_a_refused_number_on_a_device_is_not_printed",
+)
+mutation(
+    "a merge puts columns in place one by one",
+    "batching/info.py",
+    "self._replace({name: torch.cat([column, getattr(other, name)]) for name, column in self._columns()})",
+    "[setattr(self, name, torch.cat([column, getattr(other, name)])) for name, column in self._columns()]",
+    "batching/test_info.py::test_a_merge_that_runs_out_of_memory_changes_nothing",
+)
+mutation(
+    "a prompt cached whole is admitted without room for its last token",
+    "batching/replay/scheduler.py",
+    "tokens + self.settings.ahead + 1 > self._kv.capacity",
+    "tokens + self.settings.ahead > self._kv.capacity",
+    "replay/test_replay.py::test_a_prompt_cached_whole_needs_one_index_more_than_its_tokens",
+)
+
+# Debug mode.
+
+DEBUG, DEBUGS = "staging/_debug.py", "staging/test_debug.py"
+mutation(
+    "fields are not summed again",
+    DEBUG,
+    "if changed:",
+    "if False:",
+    f"{DEBUGS}::test_a_write_under_a_copy_is_found_and_named",
+)
+mutation(
+    "no pattern is looked for",
+    DEBUG,
+    "watched.patterned = 0\n        if len(wrong):",
+    "watched.patterned = 0\n        if False:",
+    f"{DEBUGS}::test_a_write_to_a_slot_that_nobody_leased_is_found",
+)
+mutation(
+    "no canary is looked for before the copy",
+    DEBUG,
+    'self._check_canary(slot, watched, f"the lease of {plan.layout.name!r}")',
+    "pass",
+    f"{DEBUGS}::test_a_write_behind_the_end_is_found_before_the_copy",
+)
+mutation(
+    "no canary is looked for after the copy",
+    DEBUG,
+    'self._check_canary(slot, watched, f"upload {watched.upload}")',
+    "pass",
+    f"{DEBUGS}::test_a_write_behind_the_end_under_the_copy_is_found",
+)
+mutation(
+    "what is found at the end is not told",
+    RING,
+    "self.notes.append(str(found))",
+    "pass",
+    f"{DEBUGS}::test_what_is_found_at_the_end_is_logged",
 )
 
 

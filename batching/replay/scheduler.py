@@ -153,6 +153,9 @@ class Scheduler:
                 queued.append(self._prefill(batch))
             if self._running:
                 queued.append(self._decode())
+            assert queued or self._pending or not self._waiting, (
+                "what waits fits when nothing runs: the others were refused"
+            )
             if queued:
                 self._pending.append(queued)
             if self._pending and (not queued or len(self._pending) > self.settings.ahead):

@@ -1,4 +1,4 @@
-"""A simulated device, and pools that are closed when their test ends."""
+"""The pools that the tests of this folder run with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from batch_builders import KINDS, open_pool
 
 from staging import StagingPool
 from staging.testing import SimulatedDevice
-
-
-@pytest.fixture
-def device() -> SimulatedDevice:
-    return SimulatedDevice()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from batch_builders import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching import BatchError, SamplingBatchInfo, SamplingValueError, ScheduleBatch
+from batching import BatchError, Request, SamplingBatchInfo, SamplingParams, SamplingValueError, ScheduleBatch
 from batching.params import SAMPLING
 from staging import LeaseTooLarge, PoolExhausted, StagingPool
 from staging.testing import SimulatedDevice
@@ -565,3 +565,21 @@ def test_filtering_after_the_requests_changed_uses_the_rows_that_were_built() ->
     vars(batch.reqs[0].sampling_params).update(temperature=2.0)
     info.filter_batch([0])
     check_rows(info, [Values(0.0)])
+
+
+def test_a_merge_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All columns are made before the first one is put in place."""
+    requests = [Request("a", SamplingParams(0.5, top_k=3)), Request("b", SamplingParams(0.25, top_k=4))]
+    info = SamplingBatchInfo.from_schedule_batch(ScheduleBatch(requests, "cpu", "decode"), 100)
+    join, calls = torch.cat, []
+
+    def failing(parts: Any) -> torch.Tensor:
+        calls.append(parts)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("injected")
+        return join(parts)
+
+    monkeypatch.setattr(torch, "cat", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        info.merge_batch(info)
+    assert {len(info), len(info.temperatures), len(info.top_ps), len(info.top_ks), len(info.min_ps)} == {2}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from staging import Field, Layout, LeaseError, PoolClosed, StagingPool
+from staging import Field, Layout, LeaseError, PoolClosed, PoolForked, StagingPool
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int64)], "column")
@@ -49,7 +51,12 @@ def test_a_lease_ended_by_garbage_collection_inside_the_ring_does_not_hang() -> 
     assert pool.stats().filling == 1
     del generator, cycle
     device.armed = True
-    assert send(pool, 7).tolist() == [7] * 4
+    sent: list[list[int]] = []
+    thread = threading.Thread(target=lambda: sent.append(send(pool, 7).tolist()), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive(), "it waits for a lock that it holds itself"
+    assert sent == [[7] * 4]
     stats = pool.stats()
     assert (stats.filling, stats.discards, stats.dropped) == (0, 1, 0)
     pool.close()
@@ -154,3 +161,71 @@ def test_uploads_are_compared_by_identity() -> None:
     with StagingPool("cpu") as pool:
         first, second = ({pool.lease(COLUMN, rows=0).upload(): 1} for _ in range(2))
         assert first != second
+
+
+def test_an_upload_that_fails_after_its_slot_moved_on_leaves_the_new_owner_alone() -> None:
+    """An interrupt right after the upload was booked: the slot is another lease's by then, and stays so."""
+    device = SimulatedDevice()
+    pool = StagingPool(device, slots=1, max_slots=1, timeout=0)
+    first = pool.lease(COLUMN, rows=4)
+    first["column"] = 1
+    taken = []
+
+    class Interrupting:
+        """The ring's lock, which lets somebody else in and then raises, once the slot is in flight."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+            self.acquire, self.release = lock.acquire, lock.release
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self._lock.release()
+            if device.copies and not taken:
+                device.finish_all()
+                taken.append(None)
+                taken[0] = pool.lease(COLUMN, rows=4)
+                raise KeyboardInterrupt
+
+    pool._ring.lock = Interrupting(pool._ring.lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        first.upload()
+    stats = pool.stats()
+    assert (stats.filling, stats.quarantined, stats.uploads, stats.uploads_failed) == (1, 0, 1, 0)
+    taken[0]["column"] = 2
+    assert taken[0].upload()["column"].tolist() == [2] * 4
+    device.finish_all()
+    assert device.violations == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_asks_nothing_of_what_the_parent_left() -> None:
+    """Neither an upload's event nor those of collected pools; the child's own pool works."""
+    device = SimulatedDevice()
+    pool = StagingPool(device, slots=2)
+    with pool.lease(COLUMN, rows=4) as lease:
+        lease["column"] = 1
+        upload = lease.upload()
+    lost = StagingPool(device, slots=1)
+    send(lost, 1)
+    del lost
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        asked = device.calls.copy()
+        verdict = 1
+        try:
+            upload.wait(1)
+        except PoolForked:
+            own = StagingPool("cpu")
+            verdict = 0 if send(own, 3).tolist() == [3] * 4 and device.calls == asked else 2
+        finally:
+            os._exit(verdict)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    device.finish_all()
+    send(pool, 1)
+    device.finish_all()
+    pool.close()
