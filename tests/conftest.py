@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from staging import StagingPool
 from staging.testing import SimulatedDevice
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples on every run, so that a change is judged by what it changed. `--hypothesis-profile explore` draws
+# new ones each time: run that to look for faults, and turn what it finds into a test of its own.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

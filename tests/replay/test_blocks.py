@@ -269,6 +269,18 @@ def test_row_may_be_overwritten_after_insert(kv, cache):
 # Both together
 
 
+def test_a_prompt_cached_whole_needs_an_index_for_its_last_token(cache, kv):
+    """Its blocks are pinned while it runs, so a memory that they fill has no room for it; one index more is enough."""
+    finish(kv, cache, prefill(kv, cache, (1, 2, 3, 4, 5, 6), 24))
+    assert (kv.available, cache.evictable) == (0, 24)
+    assert prefill(kv, cache, (1, 2, 3, 4, 5, 6), 24) is None
+    cache.evict(1)
+    kv.alloc(3)
+    request = prefill(kv, cache, (1, 2, 3, 4, 5), 20)
+    assert request is not None
+    assert (len(request.prefix.indices), kv.available) == (19, 0)
+
+
 class CallsOnly(TorchDispatchMode):
     """Notes every torch operation that runs."""
 
@@ -327,9 +339,11 @@ class Traffic(RuleBasedStateMachine):
         digits = "1" + path.replace("a", "0").replace("b", "1")
         blocks = tuple(int(digits[: depth + 1], 2) for depth in range(1, len(path) + 1))
         reachable = self.kv.available + self.cache.evictable
+        # Of a prompt that is cached whole, the last token gets an index of its own beside the cached one.
+        whole = length == len(blocks) * BLOCK and all(block in self.cache._cached for block in blocks)
         request = prefill(self.kv, self.cache, blocks, length)
         if request is None:
-            assert reachable < length
+            assert reachable < length + whole
             return
         tokens = [(blocks[i // BLOCK], i % BLOCK) for i in range(length)]
         cached = request.prefix.indices.tolist()
