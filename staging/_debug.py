@@ -110,8 +110,9 @@ class Watch:
         """At the end of a lease without an upload, and after `done`: the pattern covers what was in use."""
         watched = self._slots.setdefault(slot.index, Watched())
         watched.sums = ()
-        watched.patterned = min(watched.end + GUARD, len(_bytes(slot)))
-        _bytes(slot)[: watched.patterned] = _PATTERN
+        covered = min(watched.end + GUARD, len(_bytes(slot)))
+        _bytes(slot)[:covered] = _PATTERN
+        watched.patterned = covered  # not before it is there: an exception may come in between
 
     def enlarged(self, slot: Slot) -> None:
         """The slot has another buffer, of which nothing is known."""

@@ -1,6 +1,9 @@
-"""The ring: all of a pool's mutable state, and the few places that change it.
+"""The ring: the state of every slot, who waits for one, what was counted, and the few places that change a slot.
 
 Every method here is called with `lock` held, makes no copy, allocates no host memory and waits for nothing.
+
+An exception may come from outside between any two steps (Ctrl-C, a signal handler that raises). So a lease exists
+before its slot is reserved, and is bound to it as it is: whatever happens next, the lease's end gives the slot back.
 """
 
 from __future__ import annotations
@@ -9,16 +12,24 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections import deque
-from typing import cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, cast
 
 from staging import _lifetime
 from staging._debug import Watch
 from staging._device import Device, HostBuffer
-from staging._slots import Slot, State
-from staging.errors import PoolBroken, SlotOverwritten, StagingError
+from staging._slots import Slot, State, Ticket
+from staging.errors import LeaseError, PinningError, PoolBroken, SlotOverwritten, StagingError
 from staging.layout import Plan
 from staging.stats import Counters
+
+if TYPE_CHECKING:
+    from staging.lease import Lease
+
+_LAST_UPLOAD = attrgetter("upload")
+_PATIENCE_S = 0.25
 
 
 class Ring:
@@ -33,8 +44,8 @@ class Ring:
         self.counters = Counters()
         self.refusal: StagingError | None = None
         """Why every lease fails, once it does: the pool is closed, broken or forked."""
-        self.dropped: deque[tuple[Slot, int]] = deque()
-        """Leases collected while open: appended by finalisers, without the lock; drained by the next lease."""
+        self.dropped: deque[Ticket] = deque()
+        """Of leases that were collected before their end: appended without the lock; drained by the next lease."""
         self.discarded: deque[tuple[Slot, int]] = deque()
         """Leases discarded while the lock was taken, perhaps by this thread: garbage collection may run anywhere."""
         self.may_grow = True
@@ -55,8 +66,8 @@ class Ring:
         self.slots.append(slot)
         return slot
 
-    def choose(self, need: int, ticket: object = None) -> Slot | None:
-        """Reserve a slot, or None. The one place where a slot begins to be filled.
+    def choose(self, lease: Lease, need: int, ticket: object = None) -> Slot | None:
+        """Reserve a slot for `lease`, or None. The one place where a slot begins to be filled.
 
         A slot that holds `need` bytes comes first; one that is too small, or new, is returned to be enlarged.
         `ticket` is the caller's place in the queue, when it has waited before.
@@ -65,49 +76,93 @@ class Ring:
             self._drain()
         if self.refusal is not None:
             raise self.refused()
-        if self.waiting and self.waiting[0] is not ticket:
-            return None  # others wait already; whoever comes first is served first
+        left = self._ahead_of(ticket) if self.waiting else 0  # slots to leave for those who wait longer
         small: Slot | None = None
         for slot in self.slots:
-            if slot.state is State.FREE:
-                if slot.capacity >= need:
-                    return self._reserve(slot)
+            if slot.state is not State.FREE:
+                continue
+            if left:
+                left -= 1
+            elif slot.capacity >= need:
+                return self._reserve(slot, lease)
+            else:
                 small = small or slot
         for slot in list(self.slots):  # oldest upload first; one stuck event does not hold up the others
             if slot.state is not State.IN_FLIGHT:
                 continue
             if self._settle(slot):
-                if slot.capacity >= need:
-                    return self._reserve(slot)
-                small = small or slot
+                if left:
+                    left -= 1
+                elif slot.capacity >= need:
+                    return self._reserve(slot, lease)
+                else:
+                    small = small or slot
             elif ticket is None:  # polls while waiting are not counted again
                 self.counters.met_in_flight += 1
         if small is not None:
-            return self._reserve(small)
+            return self._reserve(small, lease)
+        if left:
+            return None
         for slot in list(self.slots):
             if slot.state is State.QUARANTINED and self._settle(slot):
-                return self._reserve(slot)
+                return self._reserve(slot, lease)
         if self.may_grow and len(self.slots) < self._max_slots:
-            return self._reserve(self.add())
+            return self._reserve(self.add(), lease)
         return None
+
+    def enlarged(self, slot: Slot, generation: int, buffer: HostBuffer, capacity: int) -> None:
+        """A slot that is still reserved in this generation gets a buffer, its first one or a larger one."""
+        if slot.generation != generation:
+            raise self.refused()  # closed meanwhile: the slot is nobody's any more
+        self.counters.enlarged += slot.buffer is not None
+        slot.buffer = buffer
+        slot.capacity = capacity
+        if self.watch is not None:
+            self.watch.enlarged(slot)
+
+    def not_enlarged(self, slot: Slot, generation: int, error: BaseException) -> bool:
+        """The buffer could not be had: the slot is given back, a new one leaves the ring.
+
+        Says whether the ring goes on as deep as it is, so that the lease may wait; if not, the error is the lease's.
+        """
+        if not self.release(slot, generation) or slot.buffer is not None:
+            return False  # closed meanwhile, or a slot that goes on with its old buffer
+        self.slots.remove(slot)
+        if not isinstance(error, PinningError) or not self.slots:
+            return False
+        self.may_grow = False
+        return True
+
+    def claim(self, lease: Lease, token: object) -> None:
+        """The lease ends here, and its upload begins: of two threads that try, one gets past. `LeaseError`."""
+        lease._check_open("upload")
+        lease._claim = token
+        lease._slot.generation += 1
 
     def uploaded(self, slot: Slot, plan: Plan) -> None:
         """filling -> in flight: the event stands behind the copy."""
-        self._enter(slot, State.IN_FLIGHT)
-        if slot in self.slots:  # not when the pool was closed meanwhile
-            self.slots.remove(slot)
-            self.slots.append(slot)
         counters = self.counters
+        slot.upload = counters.uploads + 1
+        slot.ticket = None
+        self._enter(slot, State.IN_FLIGHT)
         counters.uploads += 1
+        self.slots.sort(key=_LAST_UPLOAD)  # in one step, where taking out and putting back would be two
         counters.fields += len(plan.places)
         counters.bytes_used += plan.used
         counters.bytes_padded += plan.total - plan.used
         counters.bytes_peak = max(counters.bytes_peak, plan.total)
         counters.in_flight_peak = max(counters.in_flight_peak, self.count(State.IN_FLIGHT))
 
+    def upload_failed(self, lease: Lease, token: object, error: BaseException) -> None:
+        """To quarantined, if the upload with this token had begun and was not seen to its end."""
+        slot = lease._slot
+        if lease._claim is token and slot.generation == lease._generation + 1 and slot.state is State.FILLING:
+            self._upload_lost(slot, error)
+
     def quarantine(self, slot: Slot, error: BaseException) -> None:
         """To quarantined: an error left open whether the copy was queued or its event recorded."""
         self._enter(slot, State.QUARANTINED)
+        slot.ticket = None
         self.counters.quarantines += 1
         self.note_if_broken(error)
 
@@ -115,11 +170,19 @@ class Ring:
         """filling -> free, if that lease is still the open one; says whether it was."""
         if slot.generation != generation:
             return False
-        slot.generation += 1
         self._enter(slot, State.FREE)
+        slot.generation += 1
+        slot.ticket = None
         if self.watch is not None and slot.buffer is not None:
             self.watch.released(slot)
         return True
+
+    def end(self, busy: list[Slot]) -> None:
+        """The ring is over: it has no slots, and the leases of those that are still being filled have ended."""
+        self.slots = []
+        for slot in busy:
+            if slot.state is State.FILLING:
+                slot.generation += 1
 
     def settle_all(self) -> list[Slot]:
         """Look once at every slot that is not leased; returns those that are not free."""
@@ -138,7 +201,7 @@ class Ring:
 
     def note_if_broken(self, error: BaseException) -> None:
         """Ask the device whether anything will ever work again."""
-        if self.refusal is not None or isinstance(error, StagingError):
+        if self.refusal is not None or (isinstance(error, StagingError) and not isinstance(error, PinningError)):
             return
         sticky = self._device.broken()
         if sticky is None:
@@ -157,11 +220,32 @@ class Ring:
         error.__cause__ = first.__cause__
         return error
 
-    def _reserve(self, slot: Slot) -> Slot:
+    def wait_until_unlocked(self) -> bool:
+        """Before `with lock`, where waiting for ever will not do: False when somebody stays inside.
+
+        That is a driver call that hangs in another thread, or this thread itself: a signal handler runs on top of it.
+        """
+        give_up = time.monotonic() + _PATIENCE_S
+        while self.lock.locked():
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(20e-6)
+        return True
+
+    def _ahead_of(self, ticket: object) -> int:
+        """How many wait longer than `ticket`, or than a newcomer."""
+        return self.waiting.index(ticket) if ticket in self.waiting else len(self.waiting)
+
+    def _reserve(self, slot: Slot, lease: Lease) -> Slot:
         if self.watch is not None:
             self.watch.taken(slot)
-        self._enter(slot, State.FILLING)
+        # Before the generation moves on and the lease is open, all is ready for its end.
+        ticket = Ticket(lease, self.dropped.append)
+        ticket.slot, ticket.generation = slot, slot.generation + 1
+        slot.ticket = ticket
+        lease._slot, lease._generation = slot, slot.generation + 1
         slot.generation += 1
+        self._enter(slot, State.FILLING)
         slot.holder = threading.get_ident()
         if self.watch is not None:
             slot.site = _call_site()
@@ -200,21 +284,33 @@ class Ring:
     def drain_discarded(self) -> None:
         """Give back the slots of leases that were discarded while the lock was taken."""
         while self.discarded:
-            slot, generation = self.discarded.popleft()
+            slot, generation = self.discarded[0]
             if self.release(slot, generation):
                 self.counters.discards += slot.buffer is not None
+            self.discarded.popleft()
 
     def _drain(self) -> None:
         self.drain_discarded()
         while self.dropped:
-            slot, generation = self.dropped.popleft()
-            if self.release(slot, generation) and slot.buffer is not None:
+            ticket = self.dropped[0]
+            slot = ticket.slot
+            released = False
+            if slot.ticket is ticket and slot.state is State.FILLING:
+                released = self.release(slot, ticket.generation)
+                if not released:  # the lease had ended, by an upload that two exceptions in a row cut off
+                    self._upload_lost(slot, LeaseError("interrupted"))
+            self.dropped.popleft()
+            if released:
                 self.counters.dropped += 1
                 where = f"taken at {slot.site}" if slot.site else "STAGING_DEBUG=1 says where it was taken"
                 self.notes.append(
                     f"pool {self._name!r}: a lease of slot {slot.index} was dropped without upload or discard; {where}"
                 )
         _lifetime.reap()
+
+    def _upload_lost(self, slot: Slot, error: BaseException) -> None:
+        self.counters.uploads_failed += 1
+        self.quarantine(slot, error)
 
     def _enter(self, slot: Slot, state: State) -> None:
         slot.state = state

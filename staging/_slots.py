@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from typing import Any
 
 from staging._device import HostBuffer
@@ -17,8 +18,21 @@ class State(enum.Enum):
     QUARANTINED = "quarantined"
 
 
+class Ticket(weakref.ref[Any]):
+    """Watches a lease for as long as it has its slot: when it is collected, the ticket itself is put into a deque.
+
+    Not a `__del__`: an interrupt that comes while Python code of ours runs there would be swallowed, and the slot lost.
+    """
+
+    __slots__ = ("generation", "slot")
+    slot: Slot
+    generation: int
+    """Of the slot, while the lease is open."""
+
+
 class Slot:
-    """The ring's unit. All fields change under the pool's lock; the bytes are written by the one open lease."""
+    """The ring's unit. Its fields change under the pool's lock, in the methods of `Ring` (`stream` alone is set by the
+    upload that has claimed the slot). Its bytes are written by the one open lease."""
 
     __slots__ = (
         "__weakref__",
@@ -32,6 +46,8 @@ class Slot:
         "site",
         "state",
         "stream",
+        "ticket",
+        "upload",
     )
 
     def __init__(self, index: int, event: Any) -> None:
@@ -47,6 +63,10 @@ class Slot:
         """Goes up when a lease begins and when it ends, so a lease is alive exactly while the number is its own."""
         self.holder = 0
         """Thread that took the open lease."""
+        self.upload = 0
+        """Number of the last upload from here, counted from 1 over the pool; 0 before the first."""
+        self.ticket: Ticket | None = None
+        """Of the lease that has the slot, until its upload or discard."""
         self.since = 0
         """When the state began, in the device's nanoseconds."""
         self.site = ""

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from staging.pool import StagingPool
 
 
+NOWHERE = Slot(-1, None)
+"""Where a lease is that has no slot yet."""
+
+
 class Lease:
     """The right to fill one slot. Write-only; it ends at `upload()` or `discard()` and cannot be used after.
 
@@ -30,14 +34,16 @@ class Lease:
     could not be taken back when the slot moves on.
     """
 
-    __slots__ = ("__weakref__", "_generation", "_plan", "_pool", "_slot", "_written")
+    __slots__ = ("__weakref__", "_claim", "_generation", "_plan", "_pool", "_slot", "_written")
 
-    def __init__(self, pool: StagingPool, slot: Slot, plan: Plan, generation: int) -> None:
+    def __init__(self, pool: StagingPool, plan: Plan) -> None:
         self._pool = pool
-        self._slot = slot
         self._plan = plan
-        self._generation = generation
+        # The ring binds it to a slot when it reserves one; until then it is not open.
+        self._slot = NOWHERE
+        self._generation = -1
         self._written = 0
+        self._claim: object = None  # of the upload that ended it
 
     @property
     def layout(self) -> Layout:
@@ -142,15 +148,6 @@ class Lease:
 
     def __reduce__(self) -> str:
         raise LeaseError(f"{self!r} cannot be copied or pickled: it is the only right to its slot")
-
-    def __del__(self) -> None:
-        # Nothing but an append: a finaliser may run in any thread at any point, also with the pool's lock held.
-        try:
-            slot = self._slot
-            if slot.generation == self._generation:
-                self._pool._ring.dropped.append((slot, self._generation))
-        except AttributeError:
-            pass  # __init__ never ran to its end, or the interpreter is going away
 
     def _check_open(self, wish: str) -> None:
         slot = self._slot

@@ -10,7 +10,7 @@ A CUDA event that was never recorded reports "done". So no decision rests on the
 failed: such a slot is quarantined, and gets a new event, recorded on the same stream behind whatever was queued,
 before anybody asks again.
 
-All state changes happen under one lock, in `_ring.py`. What takes long (making host memory, waiting, the copy)
+A slot changes its state under one lock, in `_ring.py`. What takes long (making host memory, waiting, the copy)
 happens here, outside it, on a slot that the ring has already reserved. The only wait is polling with growing sleeps:
 waiting for an event has no deadline, and spins.
 """
@@ -156,58 +156,54 @@ class StagingPool:
         is being captured on the current stream, `PinningError` when a larger buffer cannot be had, and `PoolClosed`,
         `PoolBroken` or `PoolForked` when the pool is of no use any more. In each case no slot is taken.
         """
+        ring = self._ring
         try:
             plan = layout.plan(lengths)
             seconds = self.timeout if isinstance(timeout, _Unset) else _checked_timeout(timeout)
-            if self._ring.refusal is not None:
-                raise self._ring.refused()
+            lease = Lease(self, plan)
+            if ring.refusal is not None:
+                raise ring.refused()
             if plan.total > self.max_bytes:
                 raise LeaseTooLarge(
                     f"{layout!r} with {_lengths(plan)} needs {plan.total} bytes, {self!r} allows {self.max_bytes} in "
                     f"one upload; build smaller batches, or the pool with a larger max_bytes"
                 )
             if not plan.total:
-                return self._empty_lease(plan)
+                return self._empty(lease)
             if self._device.capturing():
                 raise CaptureError(_capture_message(f"lease from {self!r}"))
-            with self._ring.lock:
-                slot = self._ring.choose(plan.total)
-                generation = -1 if slot is None else slot.generation
+            with ring.lock:
+                slot = ring.choose(lease, plan.total)
                 ready = slot is not None and slot.capacity >= plan.total
-                self._ring.counters.leases_ready += ready
-            if slot is None or not ready:
-                slot, generation = self._obtain(slot, plan, seconds)
-            lease = Lease(self, slot, plan, generation)
-            if self._ring.watch is not None:
-                with self._ring.lock:
-                    self._ring.watch.leased(slot, plan)
-            if self._ring.notes:
-                self._log_notes()
-            return lease
+                if ready:
+                    ring.counters.leases_ready += 1
+                    if ring.watch is not None:
+                        ring.watch.leased(lease._slot, plan)
+            if not ready:
+                self._obtain(lease, slot, seconds)
         except BaseException as error:
-            with self._ring.lock:
+            with ring.lock:
                 if isinstance(error, PoolExhausted):
-                    self._ring.counters.leases_timed_out += 1
+                    ring.counters.leases_timed_out += 1
                 else:
-                    self._ring.counters.leases_refused += 1
-                self._ring.note_if_broken(error)
+                    ring.counters.leases_refused += 1
+                ring.note_if_broken(error)
             raise
+        if ring.notes:
+            self._log_notes()
+        return lease
 
     def stats(self) -> PoolStats:
-        """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing."""
+        """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing; never hangs.
+
+        Where another thread is stuck inside the pool (a driver call that hangs), or a signal handler asks while its own
+        thread is inside, the numbers are read as they stand, perhaps between two steps of one change.
+        """
+        if not self._ring.wait_until_unlocked():
+            return self._snapshot()
         with self._ring.lock:
             self._ring.drain_discarded()
-            return PoolStats(
-                **attrs.asdict(self._ring.counters),
-                slots=len(self._ring.slots),
-                free=self._ring.count(State.FREE),
-                filling=self._ring.count(State.FILLING),
-                in_flight=self._ring.count(State.IN_FLIGHT),
-                quarantined=self._ring.count(State.QUARANTINED),
-                waiting=len(self._ring.waiting),
-                pinned_bytes=sum(s.buffer.locked_bytes for s in self._ring.slots if s.buffer is not None),
-                host_bytes=sum(slot.capacity for slot in self._ring.slots),
-            )
+            return self._snapshot()
 
     def warm(self, slots: int | None = None) -> None:
         """Pay first-use costs before serving: make the ring `slots` deep (default: as it is), send a copy from each.
@@ -246,10 +242,7 @@ class StagingPool:
                 over = over or (deadline is not None and self._device.now() >= deadline)
                 # A broken device finishes nothing any more: what is quarantined stays so.
                 if over or (self._ring.count(State.QUARANTINED) and self._device.broken() is not None):
-                    self._ring.slots = []
-                    for slot in busy:
-                        if slot.state is State.FILLING:
-                            slot.generation += 1  # ends the lease if it is still open
+                    self._ring.end(busy)
                     break
             self._device.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
@@ -303,88 +296,91 @@ class StagingPool:
         except AttributeError:
             pass  # __init__ never ran to its end, or the interpreter is going away and this module's names are gone
 
+    def _snapshot(self) -> PoolStats:
+        ring = self._ring
+        slots = list(ring.slots)
+        states = [slot.state for slot in slots]
+        return PoolStats(
+            **attrs.asdict(ring.counters),
+            slots=len(slots),
+            free=states.count(State.FREE),
+            filling=states.count(State.FILLING),
+            in_flight=states.count(State.IN_FLIGHT),
+            quarantined=states.count(State.QUARANTINED),
+            waiting=len(ring.waiting),
+            pinned_bytes=sum(slot.buffer.locked_bytes for slot in slots if slot.buffer is not None),
+            host_bytes=sum(slot.capacity for slot in slots),
+        )
+
     # ------------------------------------------------------------------ growing and waiting, outside the lock
 
-    def _obtain(self, slot: Slot | None, plan: Plan, timeout: float | None) -> tuple[Slot, int]:
-        """A slot of at least `plan.total` bytes, with the generation it was reserved in.
-
-        By enlarging `slot`, the one just reserved, or by waiting for one.
-        """
+    def _obtain(self, lease: Lease, slot: Slot | None, timeout: float | None) -> None:
+        """Bind `lease` to a slot that holds it: by enlarging `slot`, the one just reserved, or by waiting for one."""
+        ring, plan = self._ring, lease._plan
         ticket = object()
         waited = grown = False
-        reserved = -1 if slot is None else slot.generation
+        start = self._device.now()
         try:
-            start = self._device.now()
             deadline = None if timeout is None else start + int(timeout * 1e9)
             pause = _FIRST_PAUSE
             while True:
                 if slot is not None:
                     grown = slot.buffer is None
-                    if slot.capacity >= plan.total or self._enlarge(slot, plan.total, reserved):
+                    if slot.capacity >= plan.total or self._enlarge(lease, plan.total):
                         break
                 if deadline is not None and self._device.now() >= deadline:
                     raise PoolExhausted(self._exhausted(f"no slot came free within {timeout:g} s", plan))
-                with self._ring.lock:
+                with ring.lock:
                     self._check_not_stuck(plan)
                     waited = True
-                    if ticket not in self._ring.waiting:
-                        self._ring.waiting.append(ticket)
+                    if ticket not in ring.waiting:
+                        ring.waiting.append(ticket)
                 self._device.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
-                with self._ring.lock:
-                    slot = self._ring.choose(plan.total, ticket)
-                    reserved = -1 if slot is None else slot.generation
+                with ring.lock:
+                    slot = ring.choose(lease, plan.total, ticket)
                     if slot is not None:
-                        self._ring.waiting.remove(ticket)  # the next one need not wait for this one's larger buffer
+                        ring.waiting.remove(ticket)  # the next one need not wait for this one's larger buffer
         except BaseException:
-            with self._ring.lock:
-                if slot is not None:
-                    self._ring.release(slot, reserved)  # unless _enlarge has given it back
+            with ring.lock:
+                ring.release(lease._slot, lease._generation)  # unless it has none, or has given it back
             raise
         finally:
             if waited:
-                with self._ring.lock:
-                    if ticket in self._ring.waiting:
-                        self._ring.waiting.remove(ticket)
+                with ring.lock:
+                    if ticket in ring.waiting:
+                        ring.waiting.remove(ticket)
                     took = self._device.now() - start
-                    self._ring.counters.wait_ns += took
-                    self._ring.counters.wait_ns_max = max(self._ring.counters.wait_ns_max, took)
-        with self._ring.lock:
+                    ring.counters.wait_ns += took
+                    ring.counters.wait_ns_max = max(ring.counters.wait_ns_max, took)
+        with ring.lock:
             if waited:
-                self._ring.counters.leases_waited += 1
+                ring.counters.leases_waited += 1
             elif grown:
-                self._ring.counters.leases_grown += 1
+                ring.counters.leases_grown += 1
             else:
-                self._ring.counters.leases_ready += 1
-        return slot, reserved
+                ring.counters.leases_ready += 1
+            if ring.watch is not None:
+                ring.watch.leased(lease._slot, plan)
 
-    def _enlarge(self, slot: Slot, need: int, reserved: int) -> bool:
+    def _enlarge(self, lease: Lease, need: int) -> bool:
         """Give a reserved slot a buffer of at least `need` bytes. The slot is new, or its last copy is done.
 
         False when a new slot's memory cannot be had: the ring then stays as deep as it is. For a slot that exists the
         error is the caller's, and the slot keeps its old buffer.
         """
+        slot, reserved = lease._slot, lease._generation
         size = min(_power_of_two(max(need, self._slot_bytes)), self.max_bytes)
         try:
             buffer = self._make_buffer(size)
         except BaseException as error:
             with self._ring.lock:
-                if not self._ring.release(slot, reserved) or slot.buffer is not None:
-                    raise  # closed meanwhile, or a slot that goes on with its old buffer
-                self._ring.slots.remove(slot)
-                if not isinstance(error, PinningError) or not self._ring.slots:
+                if not self._ring.not_enlarged(slot, reserved, error):
                     raise
-                self._ring.may_grow = False
             log.warning("pool %r stays at %d slots: %s", self.name, len(self._ring.slots), error)
             return False
         with self._ring.lock:
-            if slot.generation != reserved:
-                raise self._ring.refused()  # closed meanwhile: the slot is nobody's any more
-            self._ring.counters.enlarged += slot.buffer is not None
-            slot.buffer = buffer
-            slot.capacity = size
-            if self._ring.watch is not None:
-                self._ring.watch.enlarged(slot)
+            self._ring.enlarged(slot, reserved, buffer, size)
         return True
 
     def _make_buffer(self, nbytes: int) -> HostBuffer:
@@ -463,19 +459,19 @@ class StagingPool:
 
     # ------------------------------------------------------------------ ending a lease
 
-    def _empty_lease(self, plan: Plan) -> Lease:
-        """A lease of zero bytes: a slot outside the ring, which no copy ever reads."""
-        slot = Slot(-1, None)
-        slot.state = State.FILLING
+    def _empty(self, lease: Lease) -> Lease:
+        """A lease of zero bytes gets a slot outside the ring, which no copy ever reads."""
+        lease._slot, lease._generation = Slot(-1, None), 0
+        lease._slot.state = State.FILLING
         with self._ring.lock:
             self._ring.counters.leases_empty += 1
-        return Lease(self, slot, plan, slot.generation)
+        return lease
 
     def _upload(self, lease: Lease, out: torch.Tensor | None, after: Any) -> Upload:
-        slot, plan, device = lease._slot, lease._plan, self._device
+        slot, plan, device, ring = lease._slot, lease._plan, self._device, self._ring
         lease._check_open("upload")
-        if self._ring.refusal is not None and not isinstance(self._ring.refusal, PoolClosed):
-            raise self._ring.refused()  # broken or forked; a pool that is closing still waits for this upload
+        if ring.refusal is not None and not isinstance(ring.refusal, PoolClosed):
+            raise ring.refused()  # broken or forked; a pool that is closing still waits for this upload
         missing = plan.all_bits & ~lease._written
         if missing:
             names = ", ".join(repr(place.field.name) for place in plan.places if missing & place.bit)
@@ -485,9 +481,9 @@ class StagingPool:
         try:
             if slot.buffer is not None and device.capturing():
                 raise CaptureError(_capture_message(f"upload {lease!r}"))
-            if self._ring.watch is not None and slot.buffer is not None:
-                with self._ring.lock:
-                    self._ring.watch.uploading(slot, plan)
+            if ring.watch is not None and slot.buffer is not None:
+                with ring.lock:
+                    ring.watch.uploading(slot, plan)
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
             landing = device.empty(plan.total) if out is None else self._check_out(out, plan)
             rows = device.empty(plan.row_total) if out is None and plan.row_runs else None
@@ -495,40 +491,37 @@ class StagingPool:
             if after is not None:
                 device.wait(stream, after)  # nothing of ours is queued yet: an unsuitable event costs nothing
         except Exception as error:
-            with self._ring.lock:
-                self._ring.note_if_broken(error)
+            with ring.lock:
+                ring.note_if_broken(error)
             raise
-        with self._ring.lock:
-            lease._check_open("upload")  # decided here: of two threads, one gets past
-            slot.generation += 1
-            generation = slot.generation
-        if slot.buffer is not None:
-            slot.stream = stream
-            try:
+        token = object()
+        try:
+            with ring.lock:
+                ring.claim(lease, token)
+            if slot.buffer is not None:
+                slot.stream = stream
                 device.copy(landing, slot.buffer, plan.total, stream)
                 if rows is not None:
                     device.copy_on_device(rows, landing, plan.row_runs, stream)
                 device.record(slot.event, stream)  # behind both: `Upload.wait` waits for all of it
-                with self._ring.lock:
-                    self._ring.uploaded(slot, plan)
-            except BaseException as error:
-                # Whether the copy was queued is not known, and the event says nothing about it.
-                with self._ring.lock:
-                    if slot.generation == generation and slot.state is State.FILLING:
-                        self._ring.counters.uploads_failed += 1
-                        self._ring.quarantine(slot, error)
-                raise
-        return Upload(self, slot, generation, plan, landing, rows, stream, fresh=out is None)
+                with ring.lock:
+                    ring.uploaded(slot, plan)
+        except BaseException as error:
+            # Whether the copy was queued is not known, and the event says nothing about it.
+            with ring.lock:
+                ring.upload_failed(lease, token, error)
+            raise
+        return Upload(self, slot, lease._generation + 1, plan, landing, rows, stream, fresh=out is None)
 
     def _discard(self, lease: Lease) -> None:
-        # Never blocking: a generator that holds a lease may be closed by garbage collection, in the middle of one of
-        # the ring's own methods. Whoever leases next, or asks for stats, finds it.
+        if lease._generation != lease._slot.generation:
+            return
+        # Never waiting for the lock: a generator that holds a lease may be closed by garbage collection, in the middle
+        # of one of the ring's own methods. Whoever leases next, or asks for stats, finds it.
         self._ring.discarded.append((lease._slot, lease._generation))
-        if self._ring.lock.acquire(blocking=False):
-            try:
+        if not self._ring.lock.locked():
+            with self._ring.lock:
                 self._ring.drain_discarded()
-            finally:
-                self._ring.lock.release()
 
     def _wait_for_upload(self, slot: Slot, generation: int, stream: Any) -> None:
         if isinstance(self._ring.refusal, PoolForked):

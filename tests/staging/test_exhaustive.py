@@ -266,7 +266,8 @@ def drop(walk: Walk) -> None:
     if walk.open:
         walk.steps += 1
         lease = walk.open.pop(0)
-        lease.__del__()  # by hand: the walk's way back still knows the lease, so nobody collects it
+        # By hand: the walk's way back still knows the lease, so nobody collects it.
+        walk.pool._ring.dropped.append(lease._slot.ticket)
         lease._generation = FORGOTTEN
         lease = walk.take(SMALL)
         if lease is not None:

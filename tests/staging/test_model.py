@@ -447,6 +447,8 @@ class PoolModel(RuleBasedStateMachine):
         for sent in self.sent:
             sent.check()
         if not self.closed:
+            if self.dropped > self.pool.stats().dropped:
+                gc.collect()  # a lease dropped in a cycle may have grown too old for the small collections
             leases = [self.pool.lease(LAYOUTS[0], rows=1) for _ in range(self.pool.stats().slots)]
             for lease in leases:
                 lease.discard()
