@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from batching.params import SamplingParams
 from batching.request import Request, ScheduleBatch
 from batching.stage import CacheRows, Staged, same_device, staged_for
 from staging import StagingPool
+
+log = logging.getLogger("batching")
 
 
 def write_cache_indices(
@@ -31,9 +35,9 @@ def write_cache_indices(
         streams: streams other than the one the prefix tensors were allocated on that read them, usually the current
             one; the tensors are marked as used there, so that their memory is not reused too early.
 
-    All of it is queued on the current stream; on CUDA by one kernel, elsewhere by torch operations. The prefix tensors
-    are held until the kernel is queued; freed after that, their memory is safe on the stream they were allocated on.
-    Returns what was staged: device tensors such as `seq_lens`, for the forward.
+    All of it is queued on the current stream; on CUDA by one kernel, elsewhere (or without Triton) by torch. The prefix
+    tensors are held until the kernel is queued; freed after that, their memory is safe on the stream they were
+    allocated on. Returns what was staged: device tensors such as `seq_lens`, for the forward.
 
     Raises `CacheIndexError`, naming the request, or `SamplingValueError`, before anything is uploaded or launched:
     a prefix that is not int64, contiguous and on the device; a row out of range or used twice; a sequence longer than
@@ -48,9 +52,8 @@ def write_cache_indices(
     assert rows is not None, "staged for the cache"
     try:
         if rows.seq_lens.any():
-            if req_to_token.is_cuda:
-                from batching.kernel import launch  # Triton is imported when it is first needed
-
+            launch = kernel_launch() if req_to_token.is_cuda else None
+            if launch is not None:
                 launch(req_to_token, staged.tensors, out_cache_loc, int(rows.seq_lens.max()))
             else:
                 write_with_torch(req_to_token, staged, out_cache_loc)
@@ -71,6 +74,17 @@ def warm(pool: StagingPool) -> None:
     table = torch.zeros((1, 1), dtype=torch.int32, device=pool.device)
     out_cache_loc = torch.zeros(1, dtype=torch.int64, device=pool.device)
     write_cache_indices(ScheduleBatch([request], pool.device), table, out_cache_loc, pool)
+
+
+@functools.cache
+def kernel_launch() -> Callable[..., None] | None:
+    """The kernel's launch, importing Triton when it is first needed; None, and one line in the log, without Triton."""
+    try:
+        from batching.kernel import launch
+    except ImportError as error:
+        log.warning("write_cache_indices goes on with torch operations, which are slower: no Triton (%s)", error)
+        return None
+    return launch
 
 
 def write_with_torch(req_to_token: torch.Tensor, staged: Staged, out_cache_loc: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from batching.stage import Staged
 
 ForwardMode = Literal["extend", "decode"]
+
+KnownPrefix = tuple[Callable[[], "torch.Tensor | None"], int, int, torch.device]
+"""A weak reference to a prefix tensor that was checked, its pointer, its length, and the device it was checked for."""
 
 
 @attrs.define(eq=False)
@@ -32,9 +36,8 @@ class Request:
     """Tokens to compute in this batch, behind the prefix."""
     req_pool_idx: int | None = None
     """The request's row in `req_to_token`."""
-    known_prefix: tuple[torch.Tensor, int, int, torch.device] | None = attrs.field(default=None, init=False, repr=False)
-    """The last prefix that was checked, its pointer, length, and the device it was checked for: good while the request
-    has that very tensor."""
+    known_prefix: KnownPrefix | None = attrs.field(default=None, init=False, repr=False)
+    """What was found when `prefix_indices` was last checked: good while the request has that very tensor."""
 
 
 @attrs.define(eq=False)

@@ -8,6 +8,7 @@ of them once, and only while the batch still has the same requests with the same
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import torch
 
 from batching.errors import BatchError, CacheIndexError
 from batching.params import SAMPLING, SamplingParams, Table, table_of
-from batching.request import ScheduleBatch
+from batching.request import KnownPrefix, ScheduleBatch
 from staging import Field, FieldError, Layout, StagingPool, Upload
 
 CACHE = Layout(
@@ -213,10 +214,14 @@ def cache_rows(requests: Sequence[Any], device: torch.device) -> CacheRows:
     lengths: list[int] = []
     for request in requests:
         prefix = request.prefix_indices
-        known = getattr(request, "known_prefix", None)
-        if known is None or known[0] is not prefix or known[3] != device:
-            known = _checked_prefix(request, prefix, device)
         prefixes.append(prefix)
+        if prefix is None:
+            pointers.append(0)
+            lengths.append(0)
+            continue
+        known = getattr(request, "known_prefix", None)
+        if known is None or known[0]() is not prefix or known[3] != device:
+            known = _checked_prefix(request, prefix, device)
         pointers.append(known[1])
         lengths.append(known[2])
     extend_lens = _integers(requests, "extend_input_len")
@@ -226,10 +231,8 @@ def cache_rows(requests: Sequence[Any], device: torch.device) -> CacheRows:
     return CacheRows(prefixes, pointers, pool_indices, prefix_lens, extend_lens, prefix_lens + extend_lens, starts)
 
 
-def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[Any, int, int, torch.device]:
+def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> KnownPrefix:
     rid = getattr(request, "rid", "?")
-    if prefix is None:
-        return None, 0, 0, device
     if not isinstance(prefix, torch.Tensor):
         raise CacheIndexError(f"request {rid!r}: prefix_indices is a {type(prefix).__name__}; give the int64 tensor")
     problem = ""
@@ -244,7 +247,7 @@ def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> tuple[An
     if problem:
         raise CacheIndexError(f"request {rid!r}: prefix_indices {problem}")
     length = prefix.numel()
-    known = (prefix, prefix.data_ptr() if length else 0, length, device)
+    known = (weakref.ref(prefix), prefix.data_ptr() if length else 0, length, device)
     if hasattr(request, "known_prefix"):
         request.known_prefix = known
     return known

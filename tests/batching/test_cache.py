@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batching import BatchError, CacheIndexError, ScheduleBatch, stage_batch, warm, write_cache_indices
+from batching.cache import kernel_launch
 from staging import StagingPool
 from staging.testing import SimulatedDevice
 
@@ -105,6 +107,23 @@ def test_random_batches_are_written_right(kind: str, write: Writer) -> None:
                 one.prefix_indices = torch.randint(0, 2**31 - 1, (len(one.prefix_indices),))
             fresh = torch.randint(0, 2**31 - 1, (len(new_tokens(batch)),))
             check(write, batch, table, fresh, pool)
+
+
+def test_without_triton_a_cuda_table_is_written_by_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once in the log, and right; nothing is staged for a kernel that never comes."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "batching.kernel", raising=False)
+    kernel_launch.cache_clear()
+    try:
+        for lengths in ([(3, 2), (0, 4)], [(1, 1)]):
+            batch = prefill_batch(lengths)
+            check(write_by_torch, batch, blank(4, 12), new_tokens(batch))
+    finally:
+        kernel_launch.cache_clear()
+    assert caplog.text.count("no Triton") == 1
 
 
 @settings(EXAMPLES, max_examples=40)

@@ -512,7 +512,7 @@ def test_a_replaced_prefix_replaces_the_remembered_pointer(any_pool: StagingPool
         check_cache(batch, any_pool)
         known = batch.reqs[0].known_prefix
         assert known is not None
-        assert known[0] is batch.reqs[0].prefix_indices
+        assert known[0]() is batch.reqs[0].prefix_indices
         gc.collect()
         assert old() is None
 

@@ -70,6 +70,24 @@ class RecyclingDevice(SimulatedDevice):
 # Host memory.
 
 
+def test_a_pin_that_fails_because_the_device_is_lost_marks_the_pool_broken(
+    device: SimulatedDevice, make_pool: MakePool
+) -> None:
+    """The error of a larger buffer is a `PinningError`, but the device is asked all the same."""
+    pool = make_pool(device, slots=1, slot_bytes=16, timeout=0)
+    lost = RuntimeError("an illegal memory access was encountered")
+
+    def host_buffer(nbytes: int, *, pinned: bool) -> Any:
+        device.break_down(lost)
+        raise PinningError("no host memory") from lost
+
+    device.host_buffer = host_buffer  # type: ignore[method-assign]
+    with pytest.raises(PinningError):
+        batch(pool, rows=1000)
+    with pytest.raises(PoolBroken, match="illegal memory access"):
+        batch(pool)
+
+
 def test_auto_falls_back_to_pageable_memory_with_one_warning(device: SimulatedDevice, make_pool: MakePool) -> None:
     """Where pinning fails at construction the pool still works, says so once, and reports the kind."""
     device.fail("host_buffer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,6 +60,42 @@ def test_a_lease_ended_by_garbage_collection_inside_the_ring_does_not_hang() -> 
     assert sent == [[7] * 4]
     stats = pool.stats()
     assert (stats.filling, stats.discards, stats.dropped) == (0, 1, 0)
+    pool.close()
+
+
+@pytest.mark.parametrize("stuck_elsewhere", [False, True])
+def test_statistics_never_hang(stuck_elsewhere: bool) -> None:
+    """Asked by a signal handler in the middle of a change, or while another thread hangs in the driver."""
+    seen: list[int] = []
+    release = threading.Event()
+
+    class Asking(SimulatedDevice):
+        armed = False
+
+        def now(self) -> int:  # asked under the lock, whenever a slot changes its state
+            if self.armed:
+                self.armed = False
+                if stuck_elsewhere:
+                    release.wait(20)
+                else:
+                    seen.append(pool.stats().slots)
+            return super().now()
+
+    device = Asking()
+    pool = StagingPool(device, slots=2, timeout=0)
+    device.armed = True
+    thread = threading.Thread(target=lambda: send(pool, 7), daemon=True)
+    thread.start()
+    if stuck_elsewhere:
+        while device.armed:
+            time.sleep(0.001)
+        seen.append(pool.stats().slots)
+        release.set()
+    thread.join(timeout=20)
+    assert not thread.is_alive(), "it waits for a lock that it holds itself"
+    assert seen == [2]
+    assert pool.stats().uploads == 1
+    device.finish_all()
     pool.close()
 
 

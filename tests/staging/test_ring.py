@@ -428,6 +428,48 @@ def test_whoever_waits_is_served_before_whoever_comes_later(device: SimulatedDev
     assert outcomes(pool) == {"ready": 1, "waited": 1, "timed_out": 1}
 
 
+def test_a_newcomer_gets_what_is_left_for_those_who_wait(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """One waits and two slots come free: a lease that cannot wait gets the second, the next one is refused."""
+    pool = make_pool(device, slots=2, max_slots=2, timeout=10)
+    batches_on_streams_of_their_own(device, pool, 2)
+    newcomers = []
+
+    def come(device: SimulatedDevice) -> None:
+        device.on_sleep = None
+        device.finish_all()
+        newcomers.append(pool.lease(COLUMN, rows=4, timeout=0))
+        with pytest.raises(PoolExhausted):
+            pool.lease(COLUMN, rows=4, timeout=0)
+
+    device.on_sleep = come
+    with pool.lease(COLUMN, rows=4) as lease:
+        assert {slot_of(lease), slot_of(newcomers[0])} == {"0", "1"}
+    assert outcomes(pool) == {"ready": 3, "waited": 1, "timed_out": 1}
+
+
+def test_those_who_wait_longest_have_the_first_claim(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """Of two that wait, the second is not served by the only slot that came free, also when it looks first."""
+    pool = make_pool(device, slots=1, max_slots=1, timeout=10)
+    batch(pool)
+    order: list[str] = []
+
+    def second(device: SimulatedDevice) -> None:
+        def free_one(device: SimulatedDevice) -> None:
+            device.on_sleep = None
+            device.finish_all()
+
+        device.on_sleep = free_one
+        with pytest.raises(PoolExhausted):
+            pool.lease(COLUMN, rows=4, timeout=0.0005)
+        order.append("second")
+
+    device.on_sleep = second
+    with pool.lease(COLUMN, rows=4):
+        order.append("first")
+    assert order == ["second", "first"]
+    assert outcomes(pool) == {"ready": 1, "waited": 1, "timed_out": 1}
+
+
 def test_a_thread_that_holds_every_slot_is_told_at_once(device: SimulatedDevice, make_pool: MakePool) -> None:
     """Waiting for oneself never ends: the error comes without a sleep and names every holder."""
     pool = make_pool(device, slots=1, max_slots=2, timeout=10, debug=True)
