@@ -9,7 +9,7 @@ from batching.errors import BatchError, CacheIndexError, SamplingValueError
 from batching.info import SamplingBatchInfo
 from batching.params import SamplingParams
 from batching.request import Request, ScheduleBatch
-from batching.stage import stage_batch, stage_rows
+from batching.stage import Staged, stage_batch, stage_rows
 
 __all__ = [
     "BatchError",
@@ -19,6 +19,7 @@ __all__ = [
     "SamplingParams",
     "SamplingValueError",
     "ScheduleBatch",
+    "Staged",
     "stage_batch",
     "stage_rows",
     "warm",

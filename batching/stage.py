@@ -136,9 +136,14 @@ def stage_batch(
     part: Part = "sampling",
     check: Callable[[CacheRows], None] | None = None,
 ) -> Staged:
-    """Read and check all values of a batch, then upload them in one copy through `pool`.
+    """Read and check all values of a batch, then upload them in one copy through `pool`, on the current stream.
 
-    Without a pool every field goes its own way (see `upload_plainly`). The tensors are for the current stream.
+    An extend batch, and any batch for the part "cache", has the fields of `PREFILL`; else those of `SAMPLING`. `check`
+    may refuse the cache rows before a slot is taken. Without a pool every field goes its own way (see
+    `upload_plainly`). The caller owns the result, and nothing is kept on the batch; `staged_for` does that.
+
+    Raises `SamplingValueError` or `CacheIndexError`, naming the request, `BatchError` for a pool of another device, and
+    the errors of the pool.
     """
     if pool is not None and not same_device(pool.device, batch.device):
         raise BatchError(f"the batch is for {batch.device}, {pool!r} uploads to {pool.device}; use a pool per device")
@@ -180,7 +185,11 @@ def stage_rows(
 ) -> Mapping[str, torch.Tensor]:
     """Upload per-row columns of `layout` as one copy: keep-indices, a decode step's arrays, anything of that kind.
 
-    An index list that torch uploads by itself makes the host wait. Without a pool each column goes its own way.
+    An index list that torch uploads by itself makes the host wait. Without a pool each column goes its own way. The
+    tensors, by field name, belong to the caller and can be used on the current stream.
+
+    Raises `BatchError` when the columns are not the layout's or the pool is for another device, `FieldError` for a
+    value or a length that does not fit, and the errors of the pool.
     """
     if columns.keys() != {field.name for field in layout.fields}:
         raise BatchError(f"{layout!r} got columns named {', '.join(map(repr, columns))}; give one for each field")

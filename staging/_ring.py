@@ -52,7 +52,7 @@ class Ring:
         """False once a further slot's memory could not be had."""
         self._name = name
         self._device = device
-        self._max_slots = max_slots
+        self.max_slots = max_slots
         self.watch = Watch(name, self.counters) if debug else None
         """Debug mode; None when off."""
         self.notes: deque[str] = deque()
@@ -106,7 +106,7 @@ class Ring:
         for slot in list(self.slots):
             if slot.state is State.QUARANTINED and self._settle(slot):
                 return self._reserve(slot, lease)
-        if self.may_grow and len(self.slots) < self._max_slots:
+        if self.may_grow and len(self.slots) < self.max_slots:
             return self._reserve(self.add(), lease)
         return None
 

@@ -75,6 +75,8 @@ class Lease:
 
         The values are copied now. Raises `FieldError`, naming field, row and value, for what does not fit exactly
         (booleans are not integers, nothing wraps); the field then counts as unwritten. `LeaseError` after the end.
+        Floats are rounded to the field's dtype. Integers for a float field become a double first, so one beyond 2**53
+        is rounded twice.
         """
         place = self._plan.by_name.get(name) if isinstance(name, str) else None
         if place is None:

@@ -93,7 +93,8 @@ class StagingPool:
         memory: "pinned" or an error; "pageable"; or "auto": what STAGING_MEMORY says, or pinned where it can be had,
             else fewer slots, else pageable, with one warning.
         debug: find writes around the lease (`SlotOverwritten`), and remember where each lease was taken. None reads
-            STAGING_DEBUG. Costs a few passes over the bytes of every batch; nothing when off.
+            STAGING_DEBUG. Costs a few passes over the bytes of every batch, and twice the pinned bytes, since torch
+            rounds a buffer with room for a canary up to the next power of two; nothing when off.
         name: for messages and metrics.
 
     Thread-safe: any number of threads may lease from one pool. Raises `StagingError` for a device of an untried kind,
@@ -118,7 +119,6 @@ class StagingPool:
         wish = wished(memory)
         self.name = f"staging-{next(_names)}" if name is None else name
         """The pool's name in messages and metrics."""
-        self.max_slots = max_slots
         self.max_bytes = max_bytes
         self.timeout = _checked_timeout(timeout)
         self.debug = os.environ.get("STAGING_DEBUG", "") not in ("", "0") if debug is None else debug
@@ -139,6 +139,11 @@ class StagingPool:
     def device(self) -> torch.device:
         """Where uploads land, index resolved."""
         return self._device.torch_device
+
+    @property
+    def max_slots(self) -> int:
+        """How many slots the ring may have."""
+        return self._ring.max_slots
 
     @property
     def memory(self) -> str:
@@ -448,6 +453,7 @@ class StagingPool:
         now = self._device.now()
         holders = "; ".join(
             f"slot {slot.index} {slot.state.value} for {(now - slot.since) / 1e6:.1f} ms"
+            + (f" with upload {slot.upload} on stream {slot.stream}" if slot.state is State.IN_FLIGHT else "")
             + (f" by thread {slot.holder}" if slot.state is State.FILLING else "")
             + (f" at {slot.site}" if slot.site and slot.state is State.FILLING else "")
             for slot in self._ring.slots

@@ -19,7 +19,7 @@ import torch
 from staging._device import HostBuffer, pageable_buffer
 from staging.errors import PinningError
 
-_CALLS = ("host_buffer", "empty", "copy", "record", "done", "wait")
+_CALLS = ("host_buffer", "empty", "copy", "copy_on_device", "record", "done", "wait")
 
 
 @attrs.define(eq=False)
@@ -104,7 +104,7 @@ class SimulatedDevice:
             self.finish()
 
     def fail(self, call: str, error: Exception | None = None, *, times: int = 1, after: bool = False) -> None:
-        """Make the next `times` calls of `call` raise `error`: host_buffer, empty, copy, record, done or wait.
+        """Make the next `times` calls of `call` raise `error`: any of those that `calls` counts but "sleep".
 
         With `after`, a copy is queued (a record made) before it raises, so that the caller cannot know.
         """
@@ -146,8 +146,11 @@ class SimulatedDevice:
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
+        fault = self._enter("copy_on_device")
         _copy_runs(rows, landing, runs)
         self.copies[-1].rows, self.copies[-1].runs = rows, tuple(runs)
+        if fault:
+            raise fault
 
     def new_event(self) -> SimulatedEvent:
         return SimulatedEvent()

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         description="Replay recorded traffic through a small scheduler whose every upload goes through a StagingPool. "
         "With --check (the default) each batch is also built the plain way and by a naive oracle, and tensors and "
         "sampled tokens are compared bit for bit.",
-        epilog="Exit status: 0 done with 0 mismatches, 1 mismatches found, 2 the replay could not be run.",
+        epilog="Exit status: 0 done with 0 mismatches, 1 mismatches found, 2 it could not be run, 130 interrupted.",
     )
     parser.add_argument(
         "trace", nargs="?", type=Path, metavar="TRACE",

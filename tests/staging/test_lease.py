@@ -391,7 +391,20 @@ def test_an_upload_may_go_to_an_aligned_part_of_a_tensor(make_pool: MakePool) ->
         (np.empty(16, np.uint8), "tensor"),
         (bytearray(16), "tensor"),
     ],
-    ids=lambda item: str(item)[:24],
+    ids=[
+        *(
+            "short",
+            "empty",
+            "int8",
+            "int32",
+            "two dimensions",
+            "strided",
+            "misaligned",
+            "other device",
+            "numpy",
+            "bytes",
+        ),
+    ],
 )
 def test_an_unsuitable_destination_is_refused_and_the_lease_stays_open(
     device: SimulatedDevice, make_pool: MakePool, out: Any, says: str

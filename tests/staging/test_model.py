@@ -343,7 +343,9 @@ class PoolModel(RuleBasedStateMachine):
         self.device.finish_all()
 
     @rule(
-        call=st.sampled_from(["host_buffer", "empty", "copy", "copy", "record", "record", "done", "done"]),
+        call=st.sampled_from(
+            ["host_buffer", "empty", "copy", "copy", "copy_on_device", "record", "record", "done", "done"]
+        ),
         times=st.sampled_from([1, 1, 2, 4]),
         after=st.booleans(),
     )
