@@ -180,3 +180,17 @@ def test_a_prefix_on_another_device_is_refused() -> None:
             write_cache_indices(batch, table, torch.arange(2, device="cuda:1"), pool)
         assert pool.stats().uploads == 0
     assert table.tolist() == [[-1] * 8]
+
+
+@pytest.mark.parametrize("named", ["req_to_token", "out_cache_loc"])
+def test_a_table_on_another_device_is_refused(named: str) -> None:
+    """B116: the kernel would write there by its pointer; all three devices are named, and nothing is uploaded."""
+    where = {"req_to_token": "cuda:1", "out_cache_loc": "cuda:1", named: "cuda:0"}
+    table = torch.full((1, 8), -1, dtype=torch.int32, device=where["req_to_token"])
+    fresh = torch.arange(2, device=where["out_cache_loc"])
+    batch = ScheduleBatch([Request("far", SamplingParams(), None, 2, 0)], "cuda:1")
+    with StagingPool("cuda:1", slots=1) as pool:
+        with pytest.raises(CacheIndexError, match=rf"the batch is on cuda:1, .*{named} on cuda:0"):
+            write_cache_indices(batch, table, fresh, pool)
+        assert pool.stats().uploads == 0
+    assert table.tolist() == [[-1] * 8]
