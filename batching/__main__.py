@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from batching.bench import command as bench
 from batching.replay import command as replay
+from batching.soak import command as soak
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Batch uploads for LLM schedulers through a ring of pinned buffers.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    bench.add_parser(commands)
     replay.add_parser(commands)
+    soak.add_parser(commands)
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)
     return status

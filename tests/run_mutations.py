@@ -68,7 +68,7 @@ def mutation(name: str, file: str, old: str, new: str, *tests: str) -> None:
 POOL, RING, LEASE = "staging/pool.py", "staging/_ring.py", "staging/lease.py"
 GUARD, RINGS = "staging/test_guard.py", "staging/test_ring.py"
 FAULTS, LEASES, LAYOUTS = "staging/test_faults.py", "staging/test_lease.py", "staging/test_layout.py"
-MUTANTS = "staging/test_mutants.py"
+MUTANTS, INTERRUPTS = "staging/test_mutants.py", "staging/test_interrupts.py"
 
 mutation(
     "the event is not asked before reuse",
@@ -87,8 +87,8 @@ mutation(
 mutation(
     "a slot is not marked in flight",
     RING,
-    'behind the copy."""\n        self._enter(slot, State.IN_FLIGHT)',
-    'behind the copy."""\n        self._enter(slot, State.FREE)',
+    "self._enter(slot, State.IN_FLIGHT)\n        counters.uploads",
+    "self._enter(slot, State.FREE)\n        counters.uploads",
     f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
 )
 mutation(
@@ -100,30 +100,30 @@ mutation(
 )
 mutation(
     "an upload does not end its lease",
-    POOL,
-    "slot.generation += 1\n            generation = slot.generation",
-    "generation = slot.generation",
+    RING,
+    "lease._slot.generation += 1",
+    "pass",
     f"{LEASES}::test_a_lease_can_be_uploaded_only_once",
 )
 mutation(
     "a discard does not end its lease",
     RING,
-    "slot.generation += 1\n        self._enter(slot, State.FREE)",
+    "self._enter(slot, State.FREE)\n        slot.generation += 1",
     "self._enter(slot, State.FREE)",
     f"{LEASES}::test_nothing_can_be_done_with_an_ended_lease",
 )
 mutation(
     "a hand-out does not begin a generation",
     RING,
-    "slot.generation += 1\n        slot.holder",
-    "slot.holder",
+    "lease._slot, lease._generation = slot, slot.generation + 1\n        slot.generation += 1",
+    "lease._slot, lease._generation = slot, slot.generation",
     f"{MUTANTS}::test_an_upload_whose_slot_was_handed_out_again_has_nothing_to_wait_for",
 )
 mutation(
     "closing does not end the leases that are open",
-    POOL,
-    "slot.generation += 1  # ends the lease",
-    "pass  # ends the lease",
+    RING,
+    "if slot.state is State.FILLING:\n                slot.generation += 1",
+    "if False:\n                pass",
     f"{FAULTS}::test_closing_ends_leases_of_this_thread_without_waiting",
 )
 mutation(
@@ -142,37 +142,37 @@ mutation(
 )
 mutation(
     "a failed upload frees its slot instead of quarantine",
-    POOL,
-    "self._ring.quarantine(slot, error)",
-    "self._ring._enter(slot, State.FREE)",
+    RING,
+    "+= 1\n        self.quarantine(slot, error)",
+    "+= 1\n        self._enter(slot, State.FREE)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "after a failed upload the old event is trusted, no quarantine",
-    POOL,
-    "self._ring.quarantine(slot, error)",
-    "self._ring._enter(slot, State.IN_FLIGHT)",
+    RING,
+    "+= 1\n        self.quarantine(slot, error)",
+    "+= 1\n        self._enter(slot, State.IN_FLIGHT)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "only a failed copy is put in quarantine, a failed record is not",
-    POOL,
-    "self._ring.quarantine(slot, error)",
-    "self._ring.quarantine(slot, error) if 'copy' in str(error) else self._ring._enter(slot, State.FREE)",
+    RING,
+    "+= 1\n        self.quarantine(slot, error)",
+    "+= 1\n        self.quarantine(slot, error) if 'copy' in str(error) else self._enter(slot, State.FREE)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "only a failed record is put in quarantine, a failed copy is not",
-    POOL,
-    "self._ring.quarantine(slot, error)",
-    "self._ring.quarantine(slot, error) if 'record' in str(error) else self._ring._enter(slot, State.FREE)",
+    RING,
+    "+= 1\n        self.quarantine(slot, error)",
+    "+= 1\n        self.quarantine(slot, error) if 'record' in str(error) else self._enter(slot, State.FREE)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "a failed query frees the slot instead of quarantine",
     RING,
-    "self.quarantine(slot, error)",
-    "self._enter(slot, State.FREE)",
+    "self.quarantine(slot, error)\n            else:",
+    "self._enter(slot, State.FREE)\n            else:",
     f"{FAULTS}::test_an_event_that_cannot_be_asked_puts_its_slot_in_quarantine",
 )
 mutation(
@@ -294,7 +294,7 @@ mutation(
 mutation(
     "a closed pool leases what needs no slot",
     POOL,
-    "if self._ring.refusal is not None:\n                raise",
+    "if ring.refusal is not None:\n                raise",
     "if False:\n                raise",
     f"{LEASES}::test_a_closed_pool_leases_nothing",
 )
@@ -322,7 +322,7 @@ mutation(
 mutation(
     "a broken pool still uploads",
     POOL,
-    "if self._ring.refusal is not None and not isinstance(self._ring.refusal, PoolClosed):",
+    "if ring.refusal is not None and not isinstance(ring.refusal, PoolClosed):",
     "if False:",
     f"{FAULTS}::test_a_broken_device_breaks_the_pool_for_good",
 )
@@ -343,8 +343,8 @@ mutation(
 mutation(
     "late comers overtake who waits",
     RING,
-    "if self.waiting and self.waiting[0] is not ticket:",
-    "if False:",
+    "left = self._ahead_of(ticket) if self.waiting else 0",
+    "left = 0",
     f"{RINGS}::test_whoever_waits_is_served_before_whoever_comes_later",
 )
 mutation(
@@ -356,17 +356,75 @@ mutation(
 )
 mutation(
     "a dropped lease says nothing",
-    LEASE,
-    "if slot.generation == self._generation:",
-    "if False:",
+    RING,
+    "slot.ticket = ticket",
+    "pass",
     f"{LEASES}::test_a_dropped_lease_comes_back_at_the_next_lease",
 )
 mutation(
-    "discarding an ended lease frees the slot of its successor",
+    "an ended lease is given back again",
     RING,
-    "if slot.generation != generation:",
+    'says whether it was."""\n        if slot.generation != generation:',
+    'says whether it was."""\n        if False:',
+    f"{MUTANTS}::test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once",
+)
+mutation(
+    "who comes late may not even have what the others leave",
+    RING,
+    "if ticket in self.waiting else len(self.waiting)",
+    "if ticket in self.waiting else len(self.slots)",
+    f"{RINGS}::test_a_newcomer_gets_what_is_left_for_those_who_wait",
+)
+mutation(
+    "a lease is watched only when its slot is reserved",
+    RING,
+    "slot.ticket = ticket\n        lease._slot, lease._generation = slot, slot.generation + 1\n"
+    "        slot.generation += 1\n        self._enter(slot, State.FILLING)",
+    "lease._slot, lease._generation = slot, slot.generation + 1\n        slot.generation += 1\n"
+    "        self._enter(slot, State.FILLING)\n        slot.ticket = ticket",
+    f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[steady-False]",
+)
+mutation(
+    "an upload cut off by two exceptions is forgotten",
+    RING,
+    'self._upload_lost(slot, LeaseError("interrupted"))',
+    "pass",
+    f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[failing-False]",
+)
+mutation(
+    "the order of the ring changes in two steps",
+    RING,
+    "self.slots.sort(key=_LAST_UPLOAD)",
+    "self.slots.remove(slot); self.slots.append(slot)",
+    f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[steady-False]",
+)
+mutation(
+    "statistics wait for ever",
+    POOL,
+    "if not self._ring.wait_until_unlocked():",
     "if False:",
-    f"{LEASES}::test_discarding_twice_or_after_an_upload_does_nothing",
+    "staging/test_reentry.py::test_statistics_never_hang",
+)
+mutation(
+    "a pin that failed says nothing about the device",
+    RING,
+    " and not isinstance(error, PinningError)):",
+    "):",
+    f"{FAULTS}::test_a_pin_that_fails_because_the_device_is_lost_marks_the_pool_broken",
+)
+mutation(
+    "no triton, no table",
+    "batching/cache.py",
+    'no Triton (%s)", error)\n        return None',
+    'no Triton (%s)", error)\n        raise',
+    "batching/test_cache.py::test_without_triton_a_cuda_table_is_written_by_torch",
+)
+mutation(
+    "a prefix is kept alive by its pointer",
+    "batching/stage.py",
+    "known = (weakref.ref(prefix), ",
+    "known = ((lambda: prefix), ",
+    "batching/test_stage.py::test_a_replaced_prefix_is_let_go_before_the_next_batch",
 )
 mutation(
     "a collected pool frees slots under their copies",
@@ -640,7 +698,7 @@ mutation(
 mutation(
     "a prefix is remembered when there is another",
     STAGE,
-    " or known[0] is not prefix",
+    " or known[0]() is not prefix",
     "",
     f"{STAGES}::test_a_replaced_prefix_replaces_the_remembered_pointer",
 )
@@ -853,8 +911,8 @@ REENTRY = "staging/test_reentry.py"
 mutation(
     "a discard waits for the lock",
     POOL,
-    "if self._ring.lock.acquire(blocking=False):",
-    "if self._ring.lock.acquire():",
+    "if not self._ring.lock.locked():",
+    "if True:",
     f"{REENTRY}::test_a_lease_ended_by_garbage_collection_inside_the_ring_does_not_hang",
 )
 mutation(
@@ -866,16 +924,16 @@ mutation(
 )
 mutation(
     "a slot is enlarged though the pool was closed",
-    POOL,
-    "if slot.generation != reserved:",
-    "if False:",
+    RING,
+    'or a larger one."""\n        if slot.generation != generation:',
+    'or a larger one."""\n        if False:',
     f"{REENTRY}::test_a_pool_closed_while_a_slot_is_enlarged_hands_nothing_out",
 )
 mutation(
     "a failed upload quarantines whoever has the slot",
-    POOL,
-    "if slot.generation == generation and slot.state is State.FILLING:",
-    "if True:",
+    RING,
+    "slot.generation == lease._generation + 1 and slot.state is State.FILLING",
+    "True",
     f"{REENTRY}::test_an_upload_that_fails_after_its_slot_moved_on_leaves_the_new_owner_alone",
 )
 mutation(

@@ -517,6 +517,18 @@ def test_a_replaced_prefix_replaces_the_remembered_pointer(any_pool: StagingPool
         assert old() is None
 
 
+def test_a_replaced_prefix_is_let_go_before_the_next_batch(any_pool: StagingPool | None) -> None:
+    """What is remembered of a prefix does not keep it: KV indices of a retracted request are free at once."""
+    batch = three_requests()
+    check_cache(batch, any_pool)
+    batch.staged = None
+    prefixes = [weakref.ref(one.prefix_indices) for one in batch.reqs]
+    for one in batch.reqs:
+        one.prefix_indices = None
+    gc.collect()
+    assert [prefix() for prefix in prefixes] == [None] * 3
+
+
 def test_a_remembered_prefix_is_not_asked_again(any_pool: StagingPool | None) -> None:
     """A pool's worth of steps later the same tensor still gives the same pointer."""
     batch = three_requests()

@@ -28,6 +28,8 @@ from staging import Field, Layout, Lease, LeaseError, PinningError, PoolClosed, 
 from staging._slots import Slot, State  # the walks look inside on purpose: nothing public says which slot is which
 from staging.testing import SimulatedCopy, SimulatedDevice
 
+pytestmark = pytest.mark.no_cover  # coverage counts lines, which would make this several times slower
+
 STAMP = Layout([Field("stamp", torch.int64)], "stamp")
 SMALL, LARGE = 1, 3
 """Rows of the two leases: one fits a fresh slot, the other needs a larger buffer."""

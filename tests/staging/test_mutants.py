@@ -44,3 +44,18 @@ def test_an_upload_whose_slot_was_handed_out_again_has_nothing_to_wait_for(
     with pool.lease(COLUMN, rows=1):
         upload.wait(5)
     assert device.calls["wait"] == 1
+
+
+def test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once(
+    device: SimulatedDevice, make_pool: MakePool
+) -> None:
+    """The discards wait for whoever is inside; the second finds its lease ended, perhaps the slot another lease's."""
+    pool = make_pool(device, slots=1, max_slots=1, timeout=0)
+    lease = pool.lease(COLUMN, rows=1)
+    with pool._ring.lock:
+        lease.discard()
+        lease.discard()
+    with pool.lease(COLUMN, rows=1) as second:
+        second["column"] = 1
+        assert second.upload()["column"].tolist() == [1]
+    assert pool.stats().discards == 1
