@@ -67,9 +67,9 @@ class CudaDevice:
         with torch.cuda.device(self._index):  # the question is always asked of the current device's stream
             return torch.cuda.is_current_stream_capturing()
 
-    def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: int) -> None:
+    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
-        landing.copy_(source.tensor[:nbytes], non_blocking=True)
+        landing.copy_(source, non_blocking=True)
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int

@@ -50,8 +50,8 @@ class Device(Protocol):
     def capturing(self) -> bool:
         """Whether a graph is being captured on the current stream."""
 
-    def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: Any) -> None:
-        """Queue the copy of the first `nbytes` of `source` to `landing` on `stream`, which is the current one."""
+    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Queue the copy of `source`, a slot's bytes, to `landing`, as long, on `stream`, which is the current one."""
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
@@ -135,8 +135,10 @@ class CpuDevice:
     def capturing(self) -> bool:
         return False
 
-    def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: Any) -> None:
-        landing.copy_(source.tensor[:nbytes])  # a copy, where .to("cpu") would alias the slot
+    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        # A copy, where .to("cpu") would alias the slot. By numpy: torch would share a large one among its threads, and
+        # wake them up for it.
+        landing.numpy()[:] = source.numpy()
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any

@@ -117,6 +117,7 @@ class Ring:
         self.counters.enlarged += slot.buffer is not None
         slot.buffer = buffer
         slot.capacity = capacity
+        slot.prepared = {}
         if self.watch is not None:
             self.watch.enlarged(slot)
 

@@ -7,6 +7,8 @@ import weakref
 from typing import Any
 
 from staging._device import HostBuffer
+from staging._prepared import MOST, Prepared
+from staging.layout import Plan
 
 
 class State(enum.Enum):
@@ -42,6 +44,7 @@ class Slot:
         "generation",
         "holder",
         "index",
+        "prepared",
         "since",
         "site",
         "state",
@@ -56,6 +59,8 @@ class Slot:
         self.buffer: HostBuffer | None = None
         """None only while a new slot's first buffer is being made."""
         self.capacity = 0
+        self.prepared: dict[Plan, Prepared] = {}
+        """Views of the buffer, by plan; emptied when the slot gets another buffer."""
         self.event = event
         self.stream: Any = None
         """The stream of the last copy: where a quarantined slot's event is recorded again."""
@@ -71,6 +76,16 @@ class Slot:
         """When the state began, in the device's nanoseconds."""
         self.site = ""
         """Where the lease was asked for; kept in debug mode only."""
+
+    def views(self, plan: Plan) -> Prepared:
+        """The buffer's views for a plan, made when they are first asked for."""
+        prepared = self.prepared.get(plan)
+        if prepared is None:
+            assert self.buffer is not None, "a slot that was leased has memory"
+            if len(self.prepared) >= MOST:
+                self.prepared.clear()
+            prepared = self.prepared[plan] = Prepared(plan, self.buffer)
+        return prepared
 
     def __repr__(self) -> str:
         return f"<slot {self.index}: {self.state.value}, {self.capacity} bytes, generation {self.generation}>"

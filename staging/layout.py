@@ -148,13 +148,30 @@ class Place:
     nbytes: int
     shape: tuple[int, ...]
     """Shape of the device tensor, (length, *field.shape)."""
-    strides: tuple[int, ...]
-    """Strides of the device tensor, in elements."""
     numpy_dtype: np.dtype[Any]
-    element: int
-    """The offset in elements of the dtype, for `as_strided`."""
-    row_element: int
-    """The same in the allocation that the per-row fields get of their own, see `Plan.row_runs`."""
+    piece: int
+    """Which of the pieces of `Plan.pieces` holds it on the device."""
+    row_piece: int
+    """The same in `Plan.row_pieces`, where the per-row fields have an allocation of their own; or -1."""
+
+
+@attrs.frozen(eq=False)
+class RecordRun:
+    """Adjacent per-row fields of one element size: records are transposed a run at a time."""
+
+    names: tuple[str, ...]
+    bits: int
+    """Their bits in the leased layout."""
+    dtype: np.dtype[Any]
+    """Of an unsigned integer as wide as their elements: the bytes are moved as they are."""
+    record: int
+    """Bytes from the start of a record to the first of them."""
+    record_strides: tuple[int, ...]
+    """From field to field, row to row and element to element of the records."""
+    target: int
+    """Bytes from the start of the slot to the first of them."""
+    target_shape: tuple[int, ...]
+    target_strides: tuple[int, ...]
 
 
 @attrs.frozen(eq=False)
@@ -174,8 +191,58 @@ class Plan:
     all fields are per row, or none is."""
     row_total: int
     """Bytes of that allocation."""
+    pieces: tuple[int, ...]
+    """Bytes of the consecutive pieces that the copy's destination is split into: fields, and what lies between."""
+    row_pieces: tuple[int, ...]
+    """The same of the per-row fields' own allocation; empty where there is none."""
     all_bits: int
     """The mask of fields that must be written before the upload (those that are not empty)."""
+
+    def record_runs(self, layout: Layout) -> list[RecordRun]:
+        """How records of `layout` are written to this plan's fields of the same names.
+
+        Raises `FieldError` when a per-row field of `layout` is not a field here, with the same dtype and shape.
+        """
+        runs: list[RecordRun] = []
+        size = layout.record_dtype.itemsize
+        rows = self.lengths.get(ROWS, 0)
+        for field in layout.fields:
+            if field.counts != ROWS:
+                continue
+            place = self.by_name.get(field.name)
+            if place is None or (place.field is not field and place.field != field):
+                raise FieldError(f"layout {self.layout.name!r} has no field like {field!r} to write records to")
+            width, elements = place.numpy_dtype.itemsize, math.prod(field.shape)
+            record: int = layout.record_dtype.fields[field.name][1]  # type: ignore[index]
+            last = runs[-1] if runs else None
+            if (
+                last is not None
+                and elements == 1
+                and last.target_shape[2] == 1
+                and last.dtype.itemsize == width
+                and record == last.record + width * len(last.names)
+                and place.offset == last.target + last.target_strides[0] * len(last.names)
+            ):
+                runs[-1] = attrs.evolve(
+                    last,
+                    names=(*last.names, field.name),
+                    bits=last.bits | place.bit,
+                    target_shape=(len(last.names) + 1, rows, 1),
+                )
+                continue
+            runs.append(
+                RecordRun(
+                    names=(field.name,),
+                    bits=place.bit,
+                    dtype=np.dtype(f"u{width}"),
+                    record=record,
+                    record_strides=(width, size, width),
+                    target=place.offset,
+                    target_shape=(1, rows, elements),
+                    target_strides=(_aligned(rows * width * elements), width * elements, width),
+                )
+            )
+        return runs
 
 
 class Layout:
@@ -331,15 +398,24 @@ class Layout:
                 else:
                     runs.append((offset, row_total, nbytes))
                 row_total += nbytes
+        pieces, row_pieces = _Pieces(), _Pieces()
         places: list[Place] = []
         for position, (field, offset) in enumerate(zip(self.fields, offsets, strict=True)):
-            shape = (counted[field.counts], *field.shape)
-            strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
             nbytes = counted[field.counts] * field.entry_bytes
-            dtype = field.numpy_dtype
-            element = offset // dtype.itemsize if nbytes else 0
-            row_element = row_offsets.get(field.name, 0) // dtype.itemsize
-            places.append(Place(field, 1 << position, offset, nbytes, shape, strides, dtype, element, row_element))
+            places.append(
+                Place(
+                    field=field,
+                    bit=1 << position,
+                    offset=offset,
+                    nbytes=nbytes,
+                    shape=(counted[field.counts], *field.shape),
+                    numpy_dtype=field.numpy_dtype,
+                    piece=pieces.add(offset, nbytes),
+                    row_piece=row_pieces.add(row_offsets[field.name], nbytes) if field.name in row_offsets else -1,
+                )
+            )
+        pieces.end(total)
+        row_pieces.end(row_total)
         return Plan(
             layout=self,
             lengths=counted,
@@ -349,6 +425,8 @@ class Layout:
             total=total,
             row_runs=tuple(runs),
             row_total=row_total,
+            pieces=tuple(pieces.sizes),
+            row_pieces=tuple(row_pieces.sizes),
             all_bits=sum(place.bit for place in places if place.nbytes),
         )
 
@@ -359,6 +437,27 @@ class Layout:
             offsets.append(end)
             end += _aligned(lengths[field.counts] * field.entry_bytes)
         return offsets, end
+
+
+class _Pieces:
+    """Sizes of consecutive pieces of memory: the ones asked for, and the gaps between them."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._end = 0
+
+    def add(self, offset: int, nbytes: int) -> int:
+        """A piece that begins at `offset`, at or behind the end of the last; returns its number."""
+        self.end(offset)
+        self.sizes.append(nbytes)
+        self._end += nbytes
+        return len(self.sizes) - 1
+
+    def end(self, offset: int) -> None:
+        """Go on at `offset`."""
+        if offset > self._end:
+            self.sizes.append(offset - self._end)
+            self._end = offset
 
 
 def _aligned(nbytes: int) -> int:

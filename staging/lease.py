@@ -105,17 +105,16 @@ class Lease:
         rows = self._plan.lengths.get(ROWS, 0)
         if table.shape != (rows,):
             raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got {len(table)} records")
-        places = []
-        for field in layout.fields:
-            if field.counts != ROWS:
-                continue
-            place = self._plan.by_name.get(field.name)
-            if place is None or (place.field is not field and place.field != field):
-                raise FieldError(f"layout {self.layout.name!r} has no field like {field!r} to write records to")
-            places.append(place)
-        for place in places:
-            self._column(place)[...] = table[place.field.name]
-            self._written |= place.bit
+        if self._slot.buffer is None:
+            for run in self._plan.record_runs(layout):  # a lease of zero bytes: the layout is checked all the same
+                self._written |= run.bits
+            return
+        targets = self._slot.views(self._plan).records(layout)
+        if not table.flags.c_contiguous:
+            table = np.ascontiguousarray(table)
+        for run, target in targets:
+            target[...] = np.ndarray(run.target_shape, run.dtype, table, run.record, run.record_strides)
+            self._written |= run.bits
 
     def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:
         """Queue the one copy on the stream that is current now, and give up the slot; returns the device tensors.
@@ -160,8 +159,6 @@ class Lease:
             )
 
     def _column(self, place: Place) -> npt.NDArray[Any]:
-        buffer = self._slot.buffer
-        if buffer is None:
+        if self._slot.buffer is None:
             return np.empty(place.shape, place.numpy_dtype)  # a lease of zero bytes: values are checked all the same
-        column: npt.NDArray[Any] = np.ndarray(place.shape, place.numpy_dtype, buffer.array, place.offset)
-        return column
+        return self._slot.views(self._plan).column(place)

@@ -506,7 +506,7 @@ class StagingPool:
                 ring.claim(lease, token)
             if slot.buffer is not None:
                 slot.stream = stream
-                device.copy(landing, slot.buffer, plan.total, stream)
+                device.copy(landing, slot.views(plan).source, stream)
                 if rows is not None:
                     device.copy_on_device(rows, landing, plan.row_runs, stream)
                 device.record(slot.event, stream)  # behind both: `Upload.wait` waits for all of it

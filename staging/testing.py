@@ -133,12 +133,10 @@ class SimulatedDevice:
     def capturing(self) -> bool:
         return self.capturing_now
 
-    def copy(self, landing: torch.Tensor, source: HostBuffer, nbytes: int, stream: int) -> None:
+    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         fault = self._enter("copy")
-        landing = landing[:nbytes]
-        bytes_now = source.tensor[:nbytes]
-        landing.copy_(bytes_now)
-        self.copies.append(SimulatedCopy(self._queued, stream, landing, bytes_now, bytes_now.clone()))
+        landing.copy_(source)
+        self.copies.append(SimulatedCopy(self._queued, stream, landing, source, source.clone()))
         self._queued += 1
         if fault:
             raise fault

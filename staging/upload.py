@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from staging._slots import Slot
-from staging.layout import ROWS, Plan
+from staging.layout import Place, Plan
 
 if TYPE_CHECKING:
     from staging.pool import StagingPool
@@ -25,7 +25,19 @@ class Upload(Mapping[str, torch.Tensor]):
     On the stream of the upload they can be used at once. On any other stream call `wait(stream)` first.
     """
 
-    __slots__ = ("_allocations", "_generation", "_pool", "_slot", "_stream", "_tensors", "nbytes")
+    __slots__ = (
+        "_fresh",
+        "_generation",
+        "_landing",
+        "_pieces",
+        "_plan",
+        "_pool",
+        "_row_pieces",
+        "_rows",
+        "_slot",
+        "_stream",
+        "_tensors",
+    )
 
     def __init__(
         self,
@@ -43,26 +55,38 @@ class Upload(Mapping[str, torch.Tensor]):
         self._stream = stream
         self._slot = slot
         self._generation = generation
-        self._allocations = ((landing,) if rows is None else (landing, rows)) if fresh else ()
-        self._tensors = _views(plan, landing, rows)
-        self.nbytes = plan.total
-        """Bytes of the copy, padding included."""
+        self._plan = plan
+        self._landing = landing
+        self._rows = rows
+        self._fresh = fresh
+        self._pieces: Sequence[torch.Tensor] = ()
+        self._row_pieces: Sequence[torch.Tensor] = ()
+        self._tensors: dict[str, torch.Tensor] = {}
 
     # By identity: a mapping's equality would compare tensors, and wait for the device.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy, padding included."""
+        return self._plan.total
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+        # Made when it is first asked for: a view costs the host a microsecond, and not every field is looked at here.
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            tensor = self._tensors[name] = self._view(self._plan.by_name[name])
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._plan.by_name)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._plan.by_name)
 
     def __repr__(self) -> str:
-        return f"<Upload of {len(self._tensors)} fields, {self.nbytes} bytes, to {self._pool.device}>"
+        return f"<Upload of {len(self)} fields, {self.nbytes} bytes, to {self._pool.device}>"
 
     def wait(self, stream: Any = None) -> None:
         """Let `stream` (default: the current one) use the tensors: it waits for the copy, the host does not.
@@ -77,23 +101,22 @@ class Upload(Mapping[str, torch.Tensor]):
             if stream == self._stream:
                 return
         self._pool._wait_for_upload(self._slot, self._generation, stream)
-        for allocation in self._allocations:
-            self._pool._device.record_stream(allocation, stream)
+        if self._fresh:
+            self._pool._device.record_stream(self._landing, stream)
+            if self._rows is not None:
+                self._pool._device.record_stream(self._rows, stream)
 
-
-def _views(plan: Plan, landing: torch.Tensor, rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    # One typed view of the whole allocation for each dtype, then one strided view for each field: fewer calls than
-    # slicing, viewing and shaping every field.
-    typed: dict[tuple[bool, torch.dtype], tuple[torch.Tensor, int]] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for place in plan.places:
+    def _view(self, place: Place) -> torch.Tensor:
+        # All pieces of an allocation by one call: slicing them one by one costs several times as much.
+        if self._rows is not None and place.row_piece >= 0:
+            if not self._row_pieces:
+                self._row_pieces = self._rows.split_with_sizes(self._plan.row_pieces)
+            piece = self._row_pieces[place.row_piece]
+        else:
+            if not self._pieces:
+                self._pieces = self._landing.split_with_sizes(self._plan.pieces)
+            piece = self._pieces[place.piece]
         field = place.field
-        in_rows = rows is not None and field.counts == ROWS
-        found = typed.get((in_rows, field.dtype))
-        if found is None:
-            view = (rows if rows is not None and in_rows else landing).view(field.dtype)
-            found = typed[in_rows, field.dtype] = (view, int(view.storage_offset()))
-        view, start = found
-        element = place.row_element if in_rows else place.element
-        tensors[field.name] = view.as_strided(place.shape, place.strides, start + element)
-    return tensors
+        if field.dtype is not torch.uint8:
+            piece = piece.view(field.dtype)
+        return piece.view(place.shape) if field.shape else piece

@@ -238,8 +238,8 @@ mutation(
 mutation(
     "on the CPU the tensors are the slot",
     "staging/_device.py",
-    "landing.copy_(source.tensor[:nbytes])",
-    "landing.set_(source.tensor[:nbytes])",
+    "landing.numpy()[:] = source.numpy()",
+    "landing.set_(source)",
     f"{LEASES}::test_an_uploads_tensors_are_the_callers_own",
 )
 mutation(

@@ -162,11 +162,11 @@ class WithoutGuard(SimulatedDevice):
 class DropsACopy(SimulatedDevice):
     """One copy in five is lost."""
 
-    def copy(self, landing: torch.Tensor, source: Any, nbytes: int, stream: int) -> None:
+    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         arrived = landing.clone()
-        super().copy(landing, source, nbytes, stream)
+        super().copy(landing, source, stream)
         if len(self.copies) and self.copies[-1].number % 5 == 3:
-            landing[:nbytes] = arrived[:nbytes]
+            landing[:] = arrived
 
 
 def signed_distances(device: SimulatedDevice, *, fixed: bool) -> list[int]:
@@ -248,6 +248,8 @@ def test_what_comes_back_from_the_device_is_read_behind_an_event() -> None:
     functions: list[tuple[str, str, str]] = []
     for package in (staging, batching):
         for path in Path(str(package.__file__)).parent.rglob("*.py"):
+            if path.parent.name in ("bench", "soak"):
+                continue  # they hold other ways of uploading beside ours
             text = path.read_text()
             assert ".cpu(" not in text, path
             for node in ast.walk(ast.parse(text)):

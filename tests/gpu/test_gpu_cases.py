@@ -509,9 +509,9 @@ def test_the_source_of_every_copy_is_pinned_whatever_the_values_were(
     """B32: asked at the copy itself: pinned, contiguous, and the slot's own memory."""
     copy, sources = CudaDevice.copy, []
 
-    def spy(self: CudaDevice, landing: Any, source: Any, nbytes: int, stream: Any) -> None:
+    def spy(self: CudaDevice, landing: Any, source: Any, stream: Any) -> None:
         sources.append(source)
-        copy(self, landing, source, nbytes, stream)
+        copy(self, landing, source, stream)
 
     monkeypatch.setattr(CudaDevice, "copy", spy)
     values: Any = {
@@ -526,9 +526,9 @@ def test_the_source_of_every_copy_is_pinned_whatever_the_values_were(
             lease["column"] = values
             upload = lease.upload()
         (source,) = sources
-        assert source is pool._ring.slots[0].buffer
-        assert source.tensor.is_pinned()
-        assert source.tensor.is_contiguous()
+        assert source.data_ptr() == pool._ring.slots[0].buffer.tensor.data_ptr()
+        assert source.is_pinned()
+        assert source.is_contiguous()
     assert upload["column"].tolist() == [7, 8]
 
 

@@ -61,8 +61,8 @@ class StaleDevice(CpuDevice):
         self.copies = 0
         self.before = torch.zeros(16, dtype=torch.uint8)
 
-    def copy(self, landing, source, nbytes, stream) -> None:
-        super().copy(landing, source, nbytes, stream)
+    def copy(self, landing, source, stream) -> None:
+        super().copy(landing, source, stream)
         first = landing[:16].clone()
         self.copies += 1
         if self.copies % 10 == 0:
