@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from batching.errors import CacheIndexError
@@ -51,10 +52,10 @@ def write_cache_indices(
     rows = staged.cache
     assert rows is not None, "staged for the cache"
     try:
-        if rows.seq_lens.any():
+        if rows.longest:
             launch = kernel_launch() if req_to_token.is_cuda else None
             if launch is not None:
-                launch(req_to_token, staged.tensors, out_cache_loc, int(rows.seq_lens.max()))
+                launch(req_to_token, staged.tensors, out_cache_loc, rows.longest)
             else:
                 write_with_torch(req_to_token, staged, out_cache_loc)
             for stream in streams:
@@ -123,7 +124,7 @@ def _check(
             f"the batch is on {device}, req_to_token on {req_to_token.device}, out_cache_loc on "
             f"{out_cache_loc.device}; all must be on one device"
         )
-    new = int(rows.extend_lens.sum())
+    new = int(np.add.reduce(rows.extend_lens))
     if out_cache_loc.numel() != new:
         raise CacheIndexError(
             f"out_cache_loc has {out_cache_loc.numel()} indices, the batch extends by {new} tokens; they must be equal"
@@ -131,13 +132,13 @@ def _check(
     if not len(rows.seq_lens):
         return
     slots, width = req_to_token.shape
-    if rows.seq_lens.max() > width:
+    if rows.longest > width:
         row = int(rows.seq_lens.argmax())
         raise CacheIndexError(
             f"request {_rid(batch, row)}: {rows.seq_lens[row]} tokens (prefix {rows.prefix_lens[row]}) do not fit a "
             f"row of req_to_token, which is {width} wide"
         )
-    if rows.pool_indices.max() >= slots:
+    if np.maximum.reduce(rows.pool_indices) >= slots:
         row = int(rows.pool_indices.argmax())
         raise CacheIndexError(
             f"request {_rid(batch, row)}: req_pool_idx is {rows.pool_indices[row]}, req_to_token has {slots} rows"

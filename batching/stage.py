@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ PREFILL = SAMPLING + CACHE
 """One prefill batch: everything in one copy."""
 
 _INTEGER = Field("length", torch.int64)
+_CODES = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
 _MOST_TOKENS = 1 << 48
 """No length or row comes near it, and sums over a batch stay far from the end of int64."""
 
@@ -51,12 +53,14 @@ class CacheRows:
     """The host side of the `CACHE` columns of one batch, checked."""
 
     prefixes: list[torch.Tensor | None] = attrs.field(repr=False)
-    pointers: list[int]
+    pointers: npt.NDArray[np.uint64]
     pool_indices: npt.NDArray[np.int64]
     prefix_lens: npt.NDArray[np.int64]
     extend_lens: npt.NDArray[np.int64]
     seq_lens: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
+    longest: int
+    """The largest of `seq_lens`; 0 without requests."""
 
     def columns(self) -> dict[str, Any]:
         """The values by field of `CACHE`."""
@@ -218,26 +222,33 @@ def upload_plainly(layout: Layout, columns: Mapping[str, Any], device: torch.dev
 
 def cache_rows(requests: Sequence[Any], device: torch.device) -> CacheRows:
     """Read and check what the cache columns need. Raises `CacheIndexError`, naming the request."""
-    prefixes: list[torch.Tensor | None] = []
+    prefixes: list[torch.Tensor | None] = [request.prefix_indices for request in requests]
     pointers: list[int] = []
     lengths: list[int] = []
-    for request in requests:
-        prefix = request.prefix_indices
-        prefixes.append(prefix)
+    for request, prefix in zip(requests, prefixes, strict=True):
         if prefix is None:
             pointers.append(0)
             lengths.append(0)
             continue
         known = getattr(request, "known_prefix", None)
-        if known is None or known[0]() is not prefix or known[3] != device:
+        if known is None or known[0]() is not prefix or (known[3] is not device and known[3] != device):
             known = _checked_prefix(request, prefix, device)
         pointers.append(known[1])
         lengths.append(known[2])
     extend_lens = _integers(requests, "extend_input_len")
     pool_indices = _integers(requests, "req_pool_idx")
-    prefix_lens = np.array(lengths, dtype=np.int64)
-    starts = np.cumsum(extend_lens) - extend_lens
-    return CacheRows(prefixes, pointers, pool_indices, prefix_lens, extend_lens, prefix_lens + extend_lens, starts)
+    prefix_lens = _array("q", lengths)
+    seq_lens = prefix_lens + extend_lens
+    return CacheRows(
+        prefixes=prefixes,
+        pointers=_array("Q", pointers),
+        pool_indices=pool_indices,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+        seq_lens=seq_lens,
+        starts=np.add.accumulate(extend_lens) - extend_lens,
+        longest=int(np.maximum.reduce(seq_lens)) if lengths else 0,
+    )
 
 
 def _checked_prefix(request: Any, prefix: Any, device: torch.device) -> KnownPrefix:
@@ -266,13 +277,18 @@ def _integers(requests: Sequence[Any], name: str) -> npt.NDArray[np.int64]:
     values = [getattr(request, name) for request in requests]
     if not set(map(type, values)) <= {int}:
         values = [_integer(request, name, value) for request, value in zip(requests, values, strict=True)]
-    if values and (min(values) < 0 or max(values) >= _MOST_TOKENS):
+    if values and not 0 <= min(values) <= max(values) < _MOST_TOKENS:
         row = next(row for row, value in enumerate(values) if not 0 <= value < _MOST_TOKENS)
         raise CacheIndexError(
             f"request {getattr(requests[row], 'rid', row)!r}: {name} is {values[row]}; it must be from 0 to "
             f"{_MOST_TOKENS - 1}"
         )
-    return np.array(values, dtype=np.int64)
+    return _array("q", values)
+
+
+def _array(code: str, values: list[int]) -> npt.NDArray[Any]:
+    """Python integers as an array of int64 ("q") or uint64 ("Q"): several times as fast as by numpy."""
+    return np.frombuffer(array(code, values), _CODES[code]) if values else np.empty(0, _CODES[code])
 
 
 def _integer(request: Any, name: str, value: object) -> int:

@@ -33,7 +33,12 @@ class CudaDevice:
             raise StagingError(f"there is no device cuda:{index}; this process sees {torch.cuda.device_count()}")
         self.torch_device = torch.device("cuda", index)
         self._index = index
-        self._raw_stream = _raw_stream_reader()
+        # torch's own fast calls, each a microsecond cheaper than the public one that stands in where it is gone.
+        self._raw_stream: Callable[[int], int] = _fast("_cuda_getCurrentRawStream", _raw_stream)
+        self._current_device: Callable[[], int] = _fast("_cuda_getDevice", torch.cuda.current_device)
+        self._is_capturing: Callable[[], bool] = _fast(
+            "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+        )
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def host_buffer(self, nbytes: int, *, pinned: bool) -> HostBuffer:
@@ -62,10 +67,10 @@ class CudaDevice:
         return self._raw_stream(self._index)
 
     def capturing(self) -> bool:
-        if torch.cuda.current_device() == self._index:
-            return torch.cuda.is_current_stream_capturing()
+        if self._current_device() == self._index:
+            return self._is_capturing()
         with torch.cuda.device(self._index):  # the question is always asked of the current device's stream
-            return torch.cuda.is_current_stream_capturing()
+            return self._is_capturing()
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
@@ -100,8 +105,7 @@ class CudaDevice:
             return error
         return None
 
-    def now(self) -> int:
-        return time.perf_counter_ns()
+    now = staticmethod(time.perf_counter_ns)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -122,9 +126,11 @@ class CudaDevice:
         return known
 
 
-def _raw_stream_reader() -> Callable[[int], int]:
-    """The current stream's raw handle by device index: torch's own fast call, or the public one if that is gone."""
-    raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        return raw  # type: ignore[no-any-return]
-    return lambda index: torch.cuda.current_stream(index).cuda_stream
+def _fast(name: str, public: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch._C, name, public)
+    return found
+
+
+def _raw_stream(index: int) -> int:
+    """The raw handle of the stream that is current on this device."""
+    return torch.cuda.current_stream(index).cuda_stream

@@ -84,6 +84,11 @@ class Lease:
                 f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
                 f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
             )
+        if type(values) is np.ndarray and values.dtype == place.numpy_dtype and values.shape == place.shape:
+            self._check_open("write")
+            self._column(place)[...] = values
+            self._written |= place.bit
+            return
         values = readable(values)  # code of the caller's may run here, and end this very lease: before the check
         self._check_open("write")
         self._written &= ~place.bit
@@ -105,8 +110,8 @@ class Lease:
         rows = self._plan.lengths.get(ROWS, 0)
         if table.shape != (rows,):
             raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got {len(table)} records")
-        if self._slot.buffer is None:
-            for run in self._plan.record_runs(layout):  # a lease of zero bytes: the layout is checked all the same
+        if not rows:
+            for run in self._plan.record_runs(layout):  # there is nothing to move, but the layout is checked
                 self._written |= run.bits
             return
         targets = self._slot.views(self._plan).records(layout)

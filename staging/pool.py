@@ -33,6 +33,7 @@ import torch
 from staging import _lifetime
 from staging._debug import GUARD
 from staging._device import Device, HostBuffer, Memory, open_device
+from staging._fixed import Destinations
 from staging._memory import limits, wished
 from staging._ring import Ring
 from staging._slots import Slot, State
@@ -125,6 +126,7 @@ class StagingPool:
         self._slot_bytes = _power_of_two(max(slot_bytes, ALIGNMENT))
         self._device = open_device(device)
         self._ring = Ring(self.name, self._device, max_slots, debug=self.debug)
+        self._destinations = Destinations()
         self._pinned = wish != "pageable" and self._device.can_pin
         if memory == "pinned" and not self._pinned:
             raise PinningError(f"pool {self.name!r}: a pool for {self.device} has nothing to pin; use memory='auto'")
@@ -491,8 +493,13 @@ class StagingPool:
                 with ring.lock:
                     ring.watch.uploading(slot, plan)
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
-            landing = device.empty(plan.total) if out is None else self._check_out(out, plan)
-            rows = device.empty(plan.row_total) if out is None and plan.row_runs else None
+            if out is None:
+                tensors: dict[str, torch.Tensor] = {}
+                landing = device.empty(plan.total)
+                rows = device.empty(plan.row_total) if plan.row_runs else None
+            else:
+                landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
+                rows = None
             stream = device.current_stream()
             if after is not None:
                 device.wait(stream, after)  # nothing of ours is queued yet: an unsuitable event costs nothing
@@ -517,7 +524,7 @@ class StagingPool:
             with ring.lock:
                 ring.upload_failed(lease, token, error)
             raise
-        return Upload(self, slot, lease._generation + 1, plan, landing, rows, stream, fresh=out is None)
+        return Upload(self, slot, lease._generation + 1, plan, landing, rows, stream, tensors, out is None)
 
     def _discard(self, lease: Lease) -> None:
         if lease._generation != lease._slot.generation:
@@ -537,7 +544,7 @@ class StagingPool:
             if slot.generation == generation and slot.buffer is not None:
                 self._device.wait(stream, slot.event)
 
-    def _check_out(self, out: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def _new_destination(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         problem = ""
         if not isinstance(out, torch.Tensor) or out.dtype != torch.uint8 or out.ndim != 1 or not out.is_contiguous():
             problem = "must be a contiguous one-dimensional uint8 tensor"
@@ -551,7 +558,7 @@ class StagingPool:
             problem = "was made in inference mode and cannot be written outside it"
         if problem:
             raise FieldError(f"{self!r}: upload(out=…) {problem}; make it with torch.empty(layout.nbytes(…), …)")
-        return out[: plan.total]
+        return self._destinations.remember(out, plan)
 
     # ------------------------------------------------------------------ when things are over
 

@@ -20,7 +20,8 @@ class Upload(Mapping[str, torch.Tensor]):
     The tensors are views of one fresh device allocation that belongs to the caller, so they live as long as anybody
     keeps one of them; none ever aliases a slot. Where a layout mixes per-row fields with others (tokens), the per-row
     fields get an allocation of their own, so that keeping a sampling column for thousands of steps does not keep the
-    token ids of one. With `upload(out=…)` they are views of the caller's `out` instead.
+    token ids of one. With `upload(out=…)` they are views of the caller's `out` instead, the same objects for every
+    upload of these lengths to it: do not change their shapes.
 
     On the stream of the upload they can be used at once. On any other stream call `wait(stream)` first.
     """
@@ -48,7 +49,7 @@ class Upload(Mapping[str, torch.Tensor]):
         landing: torch.Tensor,
         rows: torch.Tensor | None,
         stream: Any,
-        *,
+        tensors: dict[str, torch.Tensor],
         fresh: bool,
     ) -> None:
         self._pool = pool
@@ -61,7 +62,7 @@ class Upload(Mapping[str, torch.Tensor]):
         self._fresh = fresh
         self._pieces: Sequence[torch.Tensor] = ()
         self._row_pieces: Sequence[torch.Tensor] = ()
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors = tensors
 
     # By identity: a mapping's equality would compare tensors, and wait for the device.
     __eq__ = object.__eq__

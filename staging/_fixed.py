@@ -1,0 +1,60 @@
+"""Destinations of fixed address: what was checked and viewed of a caller's `out`, for as long as that tensor lives."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from staging._prepared import MOST
+from staging.layout import Plan
+
+
+class Destination:
+    """One tensor that was found suitable, and its views by plan."""
+
+    __slots__ = ("_address", "_inference", "_nbytes", "_ref", "views")
+
+    def __init__(self, out: torch.Tensor, ref: weakref.ref[torch.Tensor]) -> None:
+        self._ref = ref
+        self._address = out.data_ptr()
+        self._nbytes = out.numel()
+        self._inference = out.is_inference()
+        self.views: dict[tuple[Plan, bool], tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+        """The part that the copy fills, and its named views (made when asked for); by plan and inference mode."""
+
+    def is_still(self, out: torch.Tensor) -> bool:
+        """Whether `out` is that tensor, of the same memory, and may be written."""
+        return (
+            self._ref() is out
+            and out.data_ptr() == self._address
+            and out.numel() == self._nbytes
+            and (not self._inference or torch.is_inference_mode_enabled())
+        )
+
+
+class Destinations:
+    """The destinations of one pool, by tensor. Forgotten when the tensor is collected: nothing keeps its memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Destination] = {}
+
+    def find(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+        """What was remembered for this tensor and plan; None when it has to be checked."""
+        known = self._known.get(id(out))
+        if known is None or not known.is_still(out):
+            return None
+        return known.views.get((plan, torch.is_inference_mode_enabled()))
+
+    def remember(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A tensor that was checked for this plan."""
+        number = id(out)
+        known = self._known.get(number)
+        if known is None or not known.is_still(out):
+            # May run anywhere, like any callback of the garbage collector: so it does no more than this.
+            ref = weakref.ref(out, lambda ref, pop=self._known.pop: pop(number, None))  # type: ignore[misc]
+            known = self._known[number] = Destination(out, ref)
+        if len(known.views) >= MOST:
+            known.views.clear()
+        found = known.views[plan, torch.is_inference_mode_enabled()] = (out[: plan.total], {})
+        return found
