@@ -56,5 +56,8 @@ class Destinations:
             known = self._known[number] = Destination(out, ref)
         if len(known.views) >= MOST:
             known.views.clear()
-        found = known.views[plan, torch.is_inference_mode_enabled()] = (out[: plan.total], {})
+        # Not a slice: torch's views keep the tensor they are taken from, and then it would never be forgotten.
+        landing = torch.empty(0, dtype=torch.uint8, device=out.device)
+        landing.set_(out.untyped_storage(), out.storage_offset(), (plan.total,), (1,))
+        found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, {})
         return found

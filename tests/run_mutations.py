@@ -87,8 +87,8 @@ mutation(
 mutation(
     "a slot is not marked in flight",
     RING,
-    "self._enter(slot, State.IN_FLIGHT)\n        counters.uploads",
-    "self._enter(slot, State.FREE)\n        counters.uploads",
+    "self._enter(slot, _IN_FLIGHT)\n        counters.uploads",
+    "self._enter(slot, _FREE)\n        counters.uploads",
     f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
 )
 mutation(
@@ -108,8 +108,8 @@ mutation(
 mutation(
     "a discard does not end its lease",
     RING,
-    "self._enter(slot, State.FREE)\n        slot.generation += 1",
-    "self._enter(slot, State.FREE)",
+    "self._enter(slot, _FREE)\n        slot.generation += 1",
+    "self._enter(slot, _FREE)",
     f"{LEASES}::test_nothing_can_be_done_with_an_ended_lease",
 )
 mutation(
@@ -122,7 +122,7 @@ mutation(
 mutation(
     "closing does not end the leases that are open",
     RING,
-    "if slot.state is State.FILLING:\n                slot.generation += 1",
+    "if slot.state is _FILLING:\n                slot.generation += 1",
     "if False:\n                pass",
     f"{FAULTS}::test_closing_ends_leases_of_this_thread_without_waiting",
 )
@@ -144,35 +144,35 @@ mutation(
     "a failed upload frees its slot instead of quarantine",
     RING,
     "+= 1\n        self.quarantine(slot, error)",
-    "+= 1\n        self._enter(slot, State.FREE)",
+    "+= 1\n        self._enter(slot, _FREE)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "after a failed upload the old event is trusted, no quarantine",
     RING,
     "+= 1\n        self.quarantine(slot, error)",
-    "+= 1\n        self._enter(slot, State.IN_FLIGHT)",
+    "+= 1\n        self._enter(slot, _IN_FLIGHT)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "only a failed copy is put in quarantine, a failed record is not",
     RING,
     "+= 1\n        self.quarantine(slot, error)",
-    "+= 1\n        self.quarantine(slot, error) if 'copy' in str(error) else self._enter(slot, State.FREE)",
+    "+= 1\n        self.quarantine(slot, error) if 'copy' in str(error) else self._enter(slot, _FREE)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "only a failed record is put in quarantine, a failed copy is not",
     RING,
     "+= 1\n        self.quarantine(slot, error)",
-    "+= 1\n        self.quarantine(slot, error) if 'record' in str(error) else self._enter(slot, State.FREE)",
+    "+= 1\n        self.quarantine(slot, error) if 'record' in str(error) else self._enter(slot, _FREE)",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "a failed query frees the slot instead of quarantine",
     RING,
     "self.quarantine(slot, error)\n            else:",
-    "self._enter(slot, State.FREE)\n            else:",
+    "self._enter(slot, _FREE)\n            else:",
     f"{FAULTS}::test_an_event_that_cannot_be_asked_puts_its_slot_in_quarantine",
 )
 mutation(
@@ -224,7 +224,7 @@ mutation(
 mutation(
     "another stream's use of an upload is not marked",
     "staging/upload.py",
-    "self._pool._device.record_stream(allocation, stream)",
+    "self._pool._device.record_stream(self._landing, stream)",
     "pass",
     f"{LEASES}::test_waiting_marks_each_fresh_allocation_and_asks_for_no_event_twice",
 )
@@ -369,6 +369,41 @@ mutation(
     f"{MUTANTS}::test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once",
 )
 mutation(
+    "views of a slot's old buffer are used for the new one",
+    RING,
+    "slot.prepared = {}",
+    "pass",
+    "staging/test_prepared.py::test_lengths_that_come_again_after_the_slot_got_a_larger_buffer",
+)
+mutation(
+    "a destination that moved is taken for the old one",
+    "staging/_fixed.py",
+    "and out.data_ptr() == self._address",
+    "",
+    "staging/test_prepared.py::test_a_destination_that_was_changed_is_checked_again",
+)
+mutation(
+    "a destination that shrank is taken for the old one",
+    "staging/_fixed.py",
+    "and out.numel() == self._nbytes",
+    "",
+    "staging/test_prepared.py::test_a_destination_that_was_changed_is_checked_again",
+)
+mutation(
+    "a destination is kept alive by its views",
+    "staging/_fixed.py",
+    "pop(number, None))",
+    "None)",
+    "staging/test_prepared.py::test_a_fixed_destination_that_is_dropped_gives_its_memory_back",
+)
+mutation(
+    "an inference tensor once found good is written outside of inference mode",
+    "staging/_fixed.py",
+    "and (not self._inference or torch.is_inference_mode_enabled())",
+    "",
+    "staging/test_prepared.py::test_a_destination_made_in_inference_mode_is_refused_outside_it_however_often",
+)
+mutation(
     "who comes late may not even have what the others leave",
     RING,
     "if ticket in self.waiting else len(self.waiting)",
@@ -379,9 +414,9 @@ mutation(
     "a lease is watched only when its slot is reserved",
     RING,
     "slot.ticket = ticket\n        lease._slot, lease._generation = slot, slot.generation + 1\n"
-    "        slot.generation += 1\n        self._enter(slot, State.FILLING)",
+    "        slot.generation += 1\n        self._enter(slot, _FILLING)",
     "lease._slot, lease._generation = slot, slot.generation + 1\n        slot.generation += 1\n"
-    "        self._enter(slot, State.FILLING)\n        slot.ticket = ticket",
+    "        self._enter(slot, _FILLING)\n        slot.ticket = ticket",
     f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[steady-False]",
 )
 mutation(
@@ -691,8 +726,8 @@ mutation(
 mutation(
     "prefix tensors are not held",
     STAGE,
-    "return CacheRows(prefixes, ",
-    "return CacheRows([None for _ in prefixes], ",
+    "        prefixes=prefixes,",
+    "        prefixes=[None for _ in prefixes],",
     f"{STAGES}::test_prefix_tensors_are_held_until_the_table_is_written",
 )
 mutation(
@@ -705,7 +740,7 @@ mutation(
 mutation(
     "a prefix is remembered for another device",
     STAGE,
-    " or known[3] != device",
+    " or (known[3] is not device and known[3] != device)",
     "",
     f"{STAGES}::test_a_remembered_prefix_is_checked_against_the_batch_s_device",
 )
@@ -734,7 +769,7 @@ mutation(
 mutation(
     "lengths and rows may be negative or huge",
     STAGE,
-    "if values and (min(values) < 0 or max(values) >= _MOST_TOKENS):",
+    "if values and not 0 <= min(values) <= max(values) < _MOST_TOKENS:",
     "if False:",
     TABLE_REFUSED,
 )
@@ -769,14 +804,14 @@ mutation(
 mutation(
     "a sequence may be longer than its row",
     CACHE,
-    "if rows.seq_lens.max() > width:",
+    "if rows.longest > width:",
     "if False:",
     TABLE_REFUSED,
 )
 mutation(
     "a row may be beyond the table",
     CACHE,
-    "if rows.pool_indices.max() >= slots:",
+    "if np.maximum.reduce(rows.pool_indices) >= slots:",
     "if False:",
     TABLE_REFUSED,
 )
@@ -932,7 +967,7 @@ mutation(
 mutation(
     "a failed upload quarantines whoever has the slot",
     RING,
-    "slot.generation == lease._generation + 1 and slot.state is State.FILLING",
+    "slot.generation == lease._generation + 1 and slot.state is _FILLING",
     "True",
     f"{REENTRY}::test_an_upload_that_fails_after_its_slot_moved_on_leaves_the_new_owner_alone",
 )

@@ -1,0 +1,124 @@
+"""Views that are made once and looked up: of slots by lengths, of fixed destinations by tensor; never stale ones."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from staging import Field, FieldError, Layout, StagingPool, Upload
+from staging._prepared import MOST
+from staging.testing import SimulatedDevice
+
+MIXED = Layout(
+    [Field("temperature", torch.float32, shape=(1,)), Field("seed", torch.int64), Field("ids", torch.int32, "tokens")]
+)
+
+MakePool = Callable[..., StagingPool]
+
+
+def send(pool: StagingPool, value: int, rows: int, tokens: int, out: torch.Tensor | None = None) -> Upload:
+    with pool.lease(MIXED, rows=rows, tokens=tokens) as lease:
+        lease.write_records([MIXED.pack(temperature=value, seed=value) for _ in range(rows)])
+        lease["ids"] = [value] * tokens
+        return lease.upload(out=out)
+
+
+def values(upload: Upload) -> set[float]:
+    return {value for tensor in upload.values() for value in tensor.reshape(-1).tolist()}
+
+
+def test_lengths_that_come_again_after_the_slot_got_a_larger_buffer(make_pool: MakePool) -> None:
+    """What was prepared for the old buffer is forgotten with it."""
+    pool = make_pool("cpu", slots=1, max_slots=1, slot_bytes=64)
+    for value, rows in enumerate([1, 2, 1, 100, 1, 2, 300, 1, 2], 1):
+        assert values(send(pool, value, rows, rows)) == {value}
+    assert pool.stats().enlarged == 2
+
+
+def test_lengths_that_never_come_again_fill_no_memory(make_pool: MakePool) -> None:
+    """A slot, and a fixed destination, remember so many and start over."""
+    pool = make_pool("cpu", slots=1, max_slots=1)
+    out = torch.empty(MIXED.nbytes(rows=4, tokens=3 * MOST), dtype=torch.uint8)
+    for tokens in range(3 * MOST):
+        assert values(send(pool, tokens, 4, tokens, out)) == {tokens}
+        assert len(pool._ring.slots[0].prepared) <= MOST
+        (known,) = pool._destinations._known.values()
+        assert len(known.views) <= MOST
+
+
+def test_a_fixed_destination_has_the_same_tensors_each_time(make_pool: MakePool) -> None:
+    """For the same lengths the very objects, with the new values; for others their own."""
+    pool = make_pool("cpu")
+    out = torch.empty(4096, dtype=torch.uint8)
+    first = dict(send(pool, 1, 3, 5, out))
+    other = dict(send(pool, 2, 4, 5, out))
+    again = send(pool, 3, 3, 5, out)
+    assert all(again[name] is tensor for name, tensor in first.items())
+    assert values(again) == {3}
+    assert {name: tuple(tensor.shape) for name, tensor in other.items()} == {
+        "temperature": (4, 1),
+        "seed": (4,),
+        "ids": (5,),
+    }
+
+
+def test_a_fixed_destination_that_is_dropped_gives_its_memory_back(make_pool: MakePool) -> None:
+    """The pool keeps neither the tensor nor a view of it."""
+    pool = make_pool("cpu")
+    out = torch.empty(4096, dtype=torch.uint8)
+    upload = send(pool, 1, 3, 5, out)
+    kept = weakref.ref(upload["seed"])
+    del upload, out
+    gc.collect()
+    assert kept() is None
+    assert not pool._destinations._known
+
+
+@pytest.mark.parametrize("how", ["shorter", "moved", "both"])
+def test_a_destination_that_was_changed_is_checked_again(make_pool: MakePool, how: str) -> None:
+    """Resized or given other memory under the same name: the old views are not what the caller means."""
+    pool = make_pool("cpu")
+    out = torch.empty(4096, dtype=torch.uint8)
+    before = send(pool, 1, 3, 5, out)
+    if how == "shorter":
+        out.resize_(16)
+        with pytest.raises(FieldError, match="has 16 bytes"):
+            send(pool, 2, 3, 5, out)
+    else:
+        with torch.no_grad():
+            out.set_(torch.empty(4096 if how == "moved" else 8192, dtype=torch.uint8))
+        after = send(pool, 2, 3, 5, out)
+        assert values(after) == {2}
+        assert after["seed"].untyped_storage().data_ptr() == out.data_ptr()
+    assert values(before) == {1}
+
+
+def test_a_destination_made_in_inference_mode_is_refused_outside_it_however_often(make_pool: MakePool) -> None:
+    """What was found inside does not count outside."""
+    pool = make_pool("cpu")
+    with torch.inference_mode():
+        out = torch.empty(4096, dtype=torch.uint8)
+        assert values(send(pool, 1, 3, 5, out)) == {1}
+    for _ in range(2):
+        with pytest.raises(FieldError, match="inference mode"):
+            send(pool, 2, 3, 5, out)
+    with torch.inference_mode():
+        assert values(send(pool, 3, 3, 5, out)) == {3}
+
+
+def test_only_the_fields_that_are_looked_at_cost_a_view(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """The same tensor each time it is asked for, and an unknown name is a `KeyError`."""
+    pool = make_pool(device)
+    upload = send(pool, 1, 3, 5)
+    assert upload["seed"] is upload["seed"]
+    assert list(upload._tensors) == ["seed"]
+    assert list(upload) == ["temperature", "seed", "ids"]
+    assert len(upload) == 3
+    with pytest.raises(KeyError, match="top_k"):
+        upload["top_k"]
+    assert "top_k" not in upload
+    device.finish_all()
