@@ -26,7 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 SUITE = (PYTHON, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
 SOAK = (PYTHON, "-m", "batching", "soak", "--device", "cuda")
-KERNEL_TESTS = "naive_loop or one_compiled or 64_bits"
+KERNEL_TESTS = ("-k", "naive_loop or one_compiled or 64_bits")  # those that hold no stream
+
+
+def words(*texts: str) -> tuple[str, ...]:
+    """Command lines without quotes, as arguments."""
+    return tuple(word for text in texts for word in text.split())
 
 
 @attrs.frozen
@@ -56,10 +61,11 @@ SECTIONS = {
     ),
     "sanitizer": Section(
         "compute-sanitizer memcheck on the kernel's tests, every tensor an allocation of its own",
-        (
-            *"compute-sanitizer --tool memcheck --error-exitcode 9".split(),
-            *(PYTHON, *"-m pytest -q -p no:cacheprovider tests/gpu/test_gpu_batch.py".split(), "-k", KERNEL_TESTS),
-        ),
+        words(
+            "compute-sanitizer --tool memcheck --error-exitcode 9",
+            f"{PYTHON} -m pytest -q -p no:cacheprovider tests/gpu/test_gpu_batch.py",
+        )
+        + KERNEL_TESTS,
         400,
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
@@ -72,7 +78,7 @@ SECTIONS = {
     ),
     "threads": Section(
         "24 threads x 5,000 batches: host time and pinned allocations, beside the per-call way's",
-        (*SOAK, *"--beside --threads 24 --batches 5000 --no-delays --warm --json {out}/threads.json".split()),
+        (*SOAK, *words("--beside --threads 24 --batches 5000 --no-delays --warm --json {out}/threads.json")),
         580,
     ),
     "bench": Section(
