@@ -13,24 +13,19 @@ from staging.layout import Plan
 class Destination:
     """One tensor that was found suitable, and its views by plan."""
 
-    __slots__ = ("_address", "_inference", "_nbytes", "_ref", "views")
+    __slots__ = ("_address", "_nbytes", "_ref", "views")
 
     def __init__(self, out: torch.Tensor, ref: weakref.ref[torch.Tensor]) -> None:
         self._ref = ref
         self._address = out.data_ptr()
         self._nbytes = out.numel()
-        self._inference = out.is_inference()
         self.views: dict[tuple[Plan, bool], tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
-        """The part that the copy fills, and its named views (made when asked for); by plan and inference mode."""
+        """The part that the copy fills, and its named views (made when asked for). By plan and inference mode: what is
+        made inside of it may not be written outside."""
 
     def is_still(self, out: torch.Tensor) -> bool:
-        """Whether `out` is that tensor, of the same memory, and may be written."""
-        return (
-            self._ref() is out
-            and out.data_ptr() == self._address
-            and out.numel() == self._nbytes
-            and (not self._inference or torch.is_inference_mode_enabled())
-        )
+        """Whether `out` is that tensor, of the same memory."""
+        return self._ref() is out and out.data_ptr() == self._address and out.numel() == self._nbytes
 
 
 class Destinations:

@@ -399,8 +399,8 @@ mutation(
 mutation(
     "an inference tensor once found good is written outside of inference mode",
     "staging/_fixed.py",
-    "and (not self._inference or torch.is_inference_mode_enabled())",
-    "",
+    "return known.views.get((plan, torch.is_inference_mode_enabled()))",
+    "return known.views.get((plan, True)) or known.views.get((plan, False))",
     "staging/test_prepared.py::test_a_destination_made_in_inference_mode_is_refused_outside_it_however_often",
 )
 mutation(

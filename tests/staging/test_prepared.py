@@ -32,11 +32,14 @@ def values(upload: Upload) -> set[float]:
 
 
 def test_lengths_that_come_again_after_the_slot_got_a_larger_buffer(make_pool: MakePool) -> None:
-    """What was prepared for the old buffer is forgotten with it."""
+    """What was prepared for the old buffer is forgotten with it, and the buffer goes."""
     pool = make_pool("cpu", slots=1, max_slots=1, slot_bytes=64)
+    old: list[weakref.ref[torch.Tensor]] = []
     for value, rows in enumerate([1, 2, 1, 100, 1, 2, 300, 1, 2], 1):
         assert values(send(pool, value, rows, rows)) == {value}
+        old.append(weakref.ref(pool._ring.slots[0].buffer.tensor))
     assert pool.stats().enlarged == 2
+    assert len({id(ref()) for ref in old if ref() is not None}) == 1
 
 
 def test_lengths_that_never_come_again_fill_no_memory(make_pool: MakePool) -> None:
