@@ -149,10 +149,10 @@ class Place:
     shape: tuple[int, ...]
     """Shape of the device tensor, (length, *field.shape)."""
     numpy_dtype: np.dtype[Any]
-    piece: int
-    """Which of the pieces of `Plan.pieces` holds it on the device."""
-    row_piece: int
-    """The same in `Plan.row_pieces`, where the per-row fields have an allocation of their own; or -1."""
+
+
+View = tuple[str, int, torch.dtype, "tuple[int, ...] | None"]
+"""How a field is viewed on the device: its name, the number of its piece, its dtype, its shape unless it is flat."""
 
 
 @attrs.frozen(eq=False)
@@ -193,8 +193,14 @@ class Plan:
     """Bytes of that allocation."""
     pieces: tuple[int, ...]
     """Bytes of the consecutive pieces that the copy's destination is split into: fields, and what lies between."""
+    views: tuple[View, ...]
+    """All fields, in these pieces."""
+    other_views: tuple[View, ...]
+    """Those that are not per row, in these pieces."""
     row_pieces: tuple[int, ...]
-    """The same of the per-row fields' own allocation; empty where there is none."""
+    """Pieces of the per-row fields' own allocation; empty where there is none."""
+    row_views: tuple[View, ...]
+    """The per-row fields, in those."""
     all_bits: int
     """The mask of fields that must be written before the upload (those that are not empty)."""
 
@@ -399,21 +405,18 @@ class Layout:
                     runs.append((offset, row_total, nbytes))
                 row_total += nbytes
         pieces, row_pieces = _Pieces(), _Pieces()
+        views: list[View] = []
+        row_views: list[View] = []
         places: list[Place] = []
         for position, (field, offset) in enumerate(zip(self.fields, offsets, strict=True)):
             nbytes = counted[field.counts] * field.entry_bytes
-            places.append(
-                Place(
-                    field=field,
-                    bit=1 << position,
-                    offset=offset,
-                    nbytes=nbytes,
-                    shape=(counted[field.counts], *field.shape),
-                    numpy_dtype=field.numpy_dtype,
-                    piece=pieces.add(offset, nbytes),
-                    row_piece=row_pieces.add(row_offsets[field.name], nbytes) if field.name in row_offsets else -1,
-                )
-            )
+            shape = (counted[field.counts], *field.shape)
+            places.append(Place(field, 1 << position, offset, nbytes, shape, field.numpy_dtype))
+            viewed = shape if field.shape else None
+            views.append((field.name, pieces.add(offset, nbytes), field.dtype, viewed))
+            if field.name in row_offsets:
+                number = row_pieces.add(row_offsets[field.name], nbytes)
+                row_views.append((field.name, number, field.dtype, viewed))
         pieces.end(total)
         row_pieces.end(row_total)
         return Plan(
@@ -426,7 +429,10 @@ class Layout:
             row_runs=tuple(runs),
             row_total=row_total,
             pieces=tuple(pieces.sizes),
+            views=tuple(views),
+            other_views=tuple(view for view in views if view[0] not in row_offsets),
             row_pieces=tuple(row_pieces.sizes),
+            row_views=tuple(row_views),
             all_bits=sum(place.bit for place in places if place.nbytes),
         )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from staging._slots import Slot
-from staging.layout import Place, Plan
+from staging.layout import Plan
 
 if TYPE_CHECKING:
     from staging.pool import StagingPool
@@ -30,10 +30,8 @@ class Upload(Mapping[str, torch.Tensor]):
         "_fresh",
         "_generation",
         "_landing",
-        "_pieces",
         "_plan",
         "_pool",
-        "_row_pieces",
         "_rows",
         "_slot",
         "_stream",
@@ -60,8 +58,6 @@ class Upload(Mapping[str, torch.Tensor]):
         self._landing = landing
         self._rows = rows
         self._fresh = fresh
-        self._pieces: Sequence[torch.Tensor] = ()
-        self._row_pieces: Sequence[torch.Tensor] = ()
         self._tensors = tensors
 
     # By identity: a mapping's equality would compare tensors, and wait for the device.
@@ -74,11 +70,9 @@ class Upload(Mapping[str, torch.Tensor]):
         return self._plan.total
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        # Made when it is first asked for: a view costs the host a microsecond, and not every field is looked at here.
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            tensor = self._tensors[name] = self._view(self._plan.by_name[name])
-        return tensor
+        # Made when the first is asked for: ten views cost the host as many microseconds, and where a destination is
+        # fixed they are there from the last time.
+        return (self._tensors or self._make_views())[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._plan.by_name)
@@ -107,17 +101,18 @@ class Upload(Mapping[str, torch.Tensor]):
             if self._rows is not None:
                 self._pool._device.record_stream(self._rows, stream)
 
-    def _view(self, place: Place) -> torch.Tensor:
+    def _make_views(self) -> dict[str, torch.Tensor]:
         # All pieces of an allocation by one call: slicing them one by one costs several times as much.
-        if self._rows is not None and place.row_piece >= 0:
-            if not self._row_pieces:
-                self._row_pieces = self._rows.split_with_sizes(self._plan.row_pieces)
-            piece = self._row_pieces[place.row_piece]
-        else:
-            if not self._pieces:
-                self._pieces = self._landing.split_with_sizes(self._plan.pieces)
-            piece = self._pieces[place.piece]
-        field = place.field
-        if field.dtype is not torch.uint8:
-            piece = piece.view(field.dtype)
-        return piece.view(place.shape) if field.shape else piece
+        plan = self._plan
+        tensors: dict[str, torch.Tensor] = {}
+        for whole, sizes, views in (
+            ((self._landing, plan.pieces, plan.views),)
+            if self._rows is None
+            else ((self._landing, plan.pieces, plan.other_views), (self._rows, plan.row_pieces, plan.row_views))
+        ):
+            pieces = whole.split_with_sizes(sizes)
+            for name, number, dtype, shape in views:
+                piece = pieces[number].view(dtype)
+                tensors[name] = piece if shape is None else piece.view(shape)
+        self._tensors.update(tensors)  # all at once: another thread must not find some of them
+        return tensors
