@@ -105,7 +105,7 @@ class Lease:
         layout = self.layout if layout is None else layout
         table = records if isinstance(records, np.ndarray) else layout.join(records)
         self._check_open("write")
-        if table.dtype != layout.record_dtype:
+        if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:
             raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
         rows = self._plan.lengths.get(ROWS, 0)
         if table.shape != (rows,):
@@ -147,7 +147,8 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.discard()
+        if self._generation == self._slot.generation:  # not uploaded, as it is in most blocks
+            self.discard()
 
     def __copy__(self) -> Lease:
         raise LeaseError(f"{self!r} cannot be copied: it is the only right to its slot")
