@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,3 +127,49 @@ def test_views_are_made_when_the_first_is_asked_for(device: SimulatedDevice, mak
         upload["top_k"]
     assert "top_k" not in upload
     device.finish_all()
+
+
+FIELDS = [
+    Field("a", torch.int8),
+    Field("b", torch.float32, shape=(1,)),
+    Field("c", torch.bool),
+    Field("d", torch.float16, shape=(2, 4)),
+    Field("e", torch.uint8),
+    Field("f", torch.float32),
+    Field("g", torch.int32),
+    Field("h", torch.int64),
+    Field("i", torch.uint64),
+]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("strided", [False, True])
+def test_records_of_any_order_and_of_some_fields_arrive(make_pool: MakePool, seed: int, strided: bool) -> None:
+    """The records' fields are those of the lease in another order, or some of them; the table may have gaps."""
+    choice = random.Random(seed)
+    leased = choice.sample(FIELDS, choice.randrange(2, len(FIELDS) + 1))
+    leased.insert(choice.randrange(len(leased)), Field("t", torch.int16, "tokens"))
+    layout = Layout(leased, "leased")
+    per_row = [field for field in leased if field.counts == "rows"]
+    records = Layout(choice.sample(per_row, choice.randrange(1, len(per_row) + 1)), "records")
+    rows = choice.choice([0, 1, 2, 3, 16, 33])
+    dice = np.random.default_rng(seed)
+    table = np.zeros(2 * rows if strided else rows, records.record_dtype)
+    for field in records.fields:
+        column = table[field.name]
+        column[...] = dice.integers(0, 2 if field.dtype == torch.bool else 100, column.shape)
+    table = table[::2] if strided else table
+    pool = make_pool("cpu", slots=1)
+    for _ in range(2):  # the second time everything is prepared
+        with pool.lease(layout, rows=rows, tokens=3) as lease:
+            for field in layout.fields:
+                lease[field.name] = True if field.dtype == torch.bool else 7
+            lease.write_records(table, records)
+            upload = lease.upload()
+        for field in per_row:
+            got = upload[field.name].numpy()
+            if field in records.fields:
+                assert got.tobytes() == np.ascontiguousarray(table[field.name]).tobytes(), field
+            else:
+                assert set(got.reshape(-1).tolist()) <= {True if field.dtype == torch.bool else 7}, field
+        assert upload["t"].tolist() == [7, 7, 7]
