@@ -37,7 +37,8 @@ class Request:
     req_pool_idx: int | None = None
     """The request's row in `req_to_token`."""
     known_prefix: KnownPrefix | None = attrs.field(default=None, init=False, repr=False)
-    """What was found when `prefix_indices` was last checked: good while the request has that very tensor."""
+    """What was found when `prefix_indices` was last checked: good while the request has that very tensor, which must
+    not be resized in place or given other memory."""
 
 
 @attrs.define(eq=False)

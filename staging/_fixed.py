@@ -24,8 +24,14 @@ class Destination:
         made inside of it may not be written outside."""
 
     def is_still(self, out: torch.Tensor) -> bool:
-        """Whether `out` is that tensor, of the same memory."""
-        return self._ref() is out and out.data_ptr() == self._address and out.numel() == self._nbytes
+        """Whether `out` is that tensor, of the same memory and still in one piece."""
+        return (
+            self._ref() is out
+            and out.data_ptr() == self._address
+            and out.numel() == self._nbytes
+            and out.ndim == 1
+            and out.is_contiguous()
+        )
 
 
 class Destinations:
@@ -33,6 +39,10 @@ class Destinations:
 
     def __init__(self) -> None:
         self._known: dict[int, Destination] = {}
+
+    def clear(self) -> None:
+        """Forget all of them: a tensor that was given other memory in place would keep the old."""
+        self._known.clear()
 
     def find(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
         """What was remembered for this tensor and plan; None when it has to be checked."""
@@ -51,8 +61,7 @@ class Destinations:
             known = self._known[number] = Destination(out, ref)
         if len(known.views) >= MOST:
             known.views.clear()
-        # Not a slice: torch's views keep the tensor they are taken from, and then it would never be forgotten.
-        landing = torch.empty(0, dtype=torch.uint8, device=out.device)
-        landing.set_(out.untyped_storage(), out.storage_offset(), (plan.total,), (1,))
+        # Not a slice of `out` itself: torch's views keep the tensor they are taken from, which would never be forgotten.
+        landing = out.detach()[: plan.total]
         found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, {})
         return found

@@ -109,7 +109,7 @@ class Lease:
             raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
         rows = self._plan.lengths.get(ROWS, 0)
         if table.shape != (rows,):
-            raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got {len(table)} records")
+            raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got records of shape {table.shape}")
         if not rows:
             for run in self._plan.record_runs(layout):  # there is nothing to move, but the layout is checked
                 self._written |= run.bits

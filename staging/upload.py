@@ -72,7 +72,7 @@ class Upload(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         # Made when the first is asked for: ten views cost the host as many microseconds, and where a destination is
         # fixed they are there from the last time.
-        return (self._tensors or self._make_views())[name]
+        return (self._tensors or self._views())[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._plan.by_name)
@@ -100,6 +100,15 @@ class Upload(Mapping[str, torch.Tensor]):
             self._pool._device.record_stream(self._landing, stream)
             if self._rows is not None:
                 self._pool._device.record_stream(self._rows, stream)
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        inference = self._landing.is_inference()
+        if inference == torch.is_inference_mode_enabled():
+            return self._make_views()
+        with torch.inference_mode(
+            inference
+        ):  # in the mode of the upload, whatever it is where they are first looked at
+            return self._make_views()
 
     def _make_views(self) -> dict[str, torch.Tensor]:
         # All pieces of an allocation by one call: slicing them one by one costs several times as much.

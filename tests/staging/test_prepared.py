@@ -115,6 +115,48 @@ def test_a_destination_made_in_inference_mode_is_refused_outside_it_however_ofte
         assert values(send(pool, 3, 3, 5, out)) == {3}
 
 
+@pytest.mark.parametrize("change", [lambda out: out.as_strided_((256,), (2,)), lambda out: out.unsqueeze_(0)])
+def test_a_destination_of_another_shape_is_checked_again(
+    make_pool: MakePool, change: Callable[[torch.Tensor], object]
+) -> None:
+    """Changed in place, at the same address and as long: no longer what can be written."""
+    pool = make_pool("cpu")
+    out = torch.empty(256, dtype=torch.uint8)
+    storage = out.untyped_storage()
+    storage.resize_(512)
+    send(pool, 1, 3, 5, out)
+    change(out)
+    with pytest.raises(FieldError, match="contiguous one-dimensional"):
+        send(pool, 2, 3, 5, out)
+
+
+def test_a_destination_counts_its_versions(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """Autograd notices that what it saved was overwritten, as with any other copy of torch's."""
+    pool = make_pool(device)
+    out = torch.empty(4096, dtype=torch.uint8)
+    send(pool, 1, 3, 5, out)
+    before = out._version
+    send(pool, 2, 3, 5, out)
+    assert out._version > before
+    device.finish_all()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_views_are_of_the_upload_s_inference_mode_wherever_they_are_looked_at(make_pool: MakePool, fixed: bool) -> None:
+    """A look inside of inference mode does not make tensors that cannot be changed outside, nor the other way round."""
+    pool = make_pool("cpu")
+    out = torch.empty(4096, dtype=torch.uint8) if fixed else None
+    upload = send(pool, 1, 3, 5, out)
+    with torch.inference_mode():
+        assert not upload["seed"].is_inference()
+    again = send(pool, 2, 3, 5, out)
+    assert not any(tensor.is_inference() for tensor in again.values())
+    again["seed"].add_(1)
+    with torch.inference_mode():
+        inside = send(pool, 3, 3, 5)
+    assert all(tensor.is_inference() for tensor in inside.values())
+
+
 def test_views_are_made_when_the_first_is_asked_for(device: SimulatedDevice, make_pool: MakePool) -> None:
     """The same tensor each time, and an unknown name is a `KeyError`."""
     pool = make_pool(device)
