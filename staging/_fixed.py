@@ -61,7 +61,7 @@ class Destinations:
             known = self._known[number] = Destination(out, ref)
         if len(known.views) >= MOST:
             known.views.clear()
-        # Not a slice of `out` itself: torch's views keep the tensor they are taken from, which would never be forgotten.
+        # Not a slice of `out` itself: torch's views keep the tensor they are taken from, and it would stay.
         landing = out.detach()[: plan.total]
         found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, {})
         return found

@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import attrs
 import torch
 from tqdm import tqdm
 
+from batching.replay.observe import ObservedPool, ObservedScheduler
 from batching.replay.scheduler import Result, Scheduler, Settings
-from batching.replay.trace import TraceError, TraceRequest, builtin_trace, read_trace
+from batching.replay.timeline import STEPS, Timeline, TimelineError
+from batching.replay.trace import TraceError, builtin_trace, read_trace
 from staging import PoolStats, StagingError, StagingPool
+from staging._device import open_device
 
 _SHOWN_BAD_ROWS = 5
 
@@ -59,50 +62,84 @@ def add_parser(commands: Any) -> None:
         "--skip-bad-rows", action="store_true", help="leave malformed rows of TRACE out, and count them"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result as JSON")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="PATH",
+        help="also write what host, device and slots did when, in the Chrome trace format, which Perfetto opens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeline-steps", type=_positive, default=STEPS, metavar="N",
+        help="iterations that the timeline records (default %(default)s)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The command itself; returns the exit status."""
     bad_rows: list[TraceError] = []
+    timeline: Timeline | None = None
+    unwritten: TimelineError | None = None
+    stats: PoolStats | None = None
     try:
-        if arguments.trace is None:
-            trace = builtin_trace()[: arguments.requests]
-        else:
-            on_bad_row = bad_rows.append if arguments.skip_bad_rows else None
-            trace = read_trace(arguments.trace, limit=arguments.requests, on_bad_row=on_bad_row)
         device = _device(arguments.device)
-        settings = Settings(
-            max_batch=arguments.max_batch,
-            ahead=arguments.ahead,
-            kv_tokens=arguments.kv_tokens,
-            forward_us=arguments.forward_us,
-        )
-        with StagingPool(device, slots=arguments.slots, name="replay") as pool:
-            result = _replay(trace, pool, settings, check=arguments.check)
+        with ExitStack() as stack:
+            if arguments.timeline is not None:  # first: a place that cannot be written is found out at once
+                seam = open_device(device)
+                timeline = stack.enter_context(Timeline(arguments.timeline, seam, arguments.timeline_steps))
+            if arguments.trace is None:
+                trace = builtin_trace()[: arguments.requests]
+            else:
+                on_bad_row = bad_rows.append if arguments.skip_bad_rows else None
+                trace = read_trace(arguments.trace, limit=arguments.requests, on_bad_row=on_bad_row)
+            settings = Settings(
+                max_batch=arguments.max_batch,
+                ahead=arguments.ahead,
+                kv_tokens=arguments.kv_tokens,
+                forward_us=arguments.forward_us,
+            )
+            scheduler: Scheduler
+            if timeline is None:
+                pool = stack.enter_context(StagingPool(device, slots=arguments.slots, name="replay"))
+                scheduler = Scheduler(trace, pool, settings, check=arguments.check)
+            else:
+                observed = ObservedPool(timeline, slots=arguments.slots, name="replay")
+                pool = stack.enter_context(observed)
+                scheduler = ObservedScheduler(timeline, trace, observed, settings, check=arguments.check)
+            result = _replay(scheduler, len(trace))
             stats = pool.stats()
+    except TimelineError as error:
+        if stats is None:
+            print(f"replay: {error}", file=sys.stderr)
+            return 2
+        unwritten, timeline = error, None  # the replay itself was done, and is reported
     except (TraceError, StagingError) as error:
         print(f"replay: {error}", file=sys.stderr)
+        _tell_partial(timeline)
         return 2
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
+        _tell_partial(timeline)
         return 130
     for bad in bad_rows[:_SHOWN_BAD_ROWS]:
         print(f"left out: {bad.path}, line {bad.line}: {bad.reason}", file=sys.stderr)
     if len(bad_rows) > _SHOWN_BAD_ROWS:
         print(f"left out: {len(bad_rows) - _SHOWN_BAD_ROWS} more rows", file=sys.stderr)
     name = "built-in trace" if arguments.trace is None else arguments.trace.name
-    print(report(name, pool, result, stats, len(bad_rows)))
+    print(report(name, pool, result, stats, len(bad_rows), timeline))
     if arguments.json is not None:
         try:
             arguments.json.write_text(json.dumps(as_json(name, pool, result, stats, len(bad_rows)), indent=2) + "\n")
         except OSError as error:
             print(f"replay: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
             return 2
+    if unwritten is not None:
+        print(f"replay: {unwritten}", file=sys.stderr)
+        return 2
     return 1 if _mismatches(result) else 0
 
 
-def report(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> str:
+def report(
+    name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int, timeline: Timeline | None = None
+) -> str:
     """The table at the end."""
     lines = [
         ("trace", name + (f" ({bad_rows} malformed rows left out)" if bad_rows else "")),
@@ -119,6 +156,8 @@ def report(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_r
         ("slots met in flight", f"{stats.met_in_flight:,}"),
         ("mismatches", _mismatch_line(result)),
     ]
+    if timeline is not None:
+        lines.append(("timeline", _timeline_line(timeline)))
     width = max(len(label) for label, _ in lines) + 2
     table = [f"{label:<{width}}{value}" for label, value in lines]
     numbers = [f"{key} {value:,}" for key, value in stats.as_dict().items() if value]
@@ -144,12 +183,21 @@ def as_json(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_
     }
 
 
-def _replay(trace: Sequence[TraceRequest], pool: StagingPool, settings: Settings, *, check: bool) -> Result:
-    scheduler = Scheduler(trace, pool, settings, check=check)
-    total = len(trace) - scheduler.result.refused
+def _replay(scheduler: Scheduler, requests: int) -> Result:
+    total = requests - scheduler.result.refused
     # disable=None: no bar where the output is no terminal.
     with tqdm(total=total, desc="replay", unit="request", disable=None, leave=False) as bar:
         return scheduler.run(bar.update)
+
+
+def _timeline_line(timeline: Timeline) -> str:
+    return f"{timeline.path}: {timeline.events:,} events of {timeline.iterations:,} iterations"
+
+
+def _tell_partial(timeline: Timeline | None) -> None:
+    """After a replay that was cut off: what was seen until then may be the most telling part."""
+    if timeline is not None and timeline.events:
+        print(f"replay: the timeline until then: {_timeline_line(timeline)}", file=sys.stderr)
 
 
 def _mismatches(result: Result) -> int | None:

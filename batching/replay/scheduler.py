@@ -274,12 +274,18 @@ class Scheduler:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> torch.Tensor:
-        self._busy()
-        logits = logits_of(last_tokens, rows, seq_lens, self._table)
-        tokens = sample(logits, info, seq_lens)
+        logits, tokens = self._model(info, last_tokens, rows, seq_lens)
         if self._check is not None:
             self._check.sampled(batch, info, logits, seq_lens, tokens)
         return tokens
+
+    def _model(
+        self, info: SamplingBatchInfo, last_tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The forward itself: logits, and a token for each row."""
+        self._busy()
+        logits = logits_of(last_tokens, rows, seq_lens, self._table)
+        return logits, sample(logits, info, seq_lens)
 
     # What comes back.
 
