@@ -19,10 +19,11 @@ from staging.errors import (
 from staging.layout import Field, Layout
 from staging.lease import Lease
 from staging.pool import StagingPool
-from staging.stats import PoolStats
+from staging.stats import Advice, PoolStats
 from staging.upload import Upload
 
 __all__ = [
+    "Advice",
     "CaptureError",
     "Field",
     "FieldError",

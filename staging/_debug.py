@@ -66,6 +66,7 @@ class Watch:
         wrong = np.flatnonzero(_bytes(slot)[: watched.patterned] != _PATTERN)
         watched.patterned = 0
         if len(wrong):
+            self._counters.violations_unleased += 1
             raise self._overwritten(slot, f"byte {wrong[0]} was written while the slot was leased to nobody")
 
     def leased(self, slot: Slot, plan: Plan) -> None:
@@ -99,6 +100,7 @@ class Watch:
         changed = [one.field for one in watched.sums if _sum(data, one.offset, one.nbytes) != one.crc]
         try:
             if changed:
+                self._counters.violations_under_copy += 1
                 fields = ", ".join(repr(name) for name in changed)
                 raise self._overwritten(slot, f"upload {watched.upload}: field {fields} was written under the copy")
             if watched.sums:
@@ -121,10 +123,10 @@ class Watch:
     def _check_canary(self, slot: Slot, watched: Watched, what: str) -> None:
         wrong = np.flatnonzero(_bytes(slot)[watched.end : watched.end + GUARD] != _CANARY)
         if len(wrong):
+            self._counters.violations_behind_end += 1
             raise self._overwritten(slot, f"{what}: byte {watched.end + wrong[0]} behind its {watched.end} was written")
 
     def _overwritten(self, slot: Slot, what: str) -> SlotOverwritten:
-        self._counters.violations += 1
         where = f", last leased at {slot.site}" if slot.site else ""
         return SlotOverwritten(
             f"pool {self._name!r}, slot {slot.index}: {what}{where}; somebody writes to the slot's memory by a view or "

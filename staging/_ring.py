@@ -52,6 +52,9 @@ class Ring:
         """Leases discarded while the lock was taken, perhaps by this thread: garbage collection may run anywhere."""
         self.may_grow = True
         """False once a further slot's memory could not be had."""
+        self.in_a_row = 0
+        """Leases that found no slot, one behind the other, all of the thread `short`; 0 once one was served at once."""
+        self.short = 0
         self._name = name
         self._device = device
         self.max_slots = max_slots
@@ -104,12 +107,14 @@ class Ring:
         if small is not None:
             return self._reserve(small, lease)
         if left:
+            self._fell_short(ticket)
             return None
         for slot in list(self.slots):
             if slot.state is _QUARANTINED and self._settle(slot):
                 return self._reserve(slot, lease)
         if self.may_grow and len(self.slots) < self.max_slots:
             return self._reserve(self.add(), lease)
+        self._fell_short(ticket)
         return None
 
     def enlarged(self, slot: Slot, generation: int, buffer: HostBuffer, capacity: int) -> None:
@@ -134,7 +139,41 @@ class Ring:
         if not isinstance(error, PinningError) or not self.slots:
             return False
         self.may_grow = False
+        self._fell_short(None)
         return True
+
+    def wait_begins(self, ticket: object) -> None:
+        """The lease with this ticket stands in the queue now, unless it did already."""
+        if ticket not in self.waiting:
+            self.waiting.append(ticket)
+            counters, waiting = self.counters, len(self.waiting)
+            counters.waiting_peak = max(counters.waiting_peak, waiting)
+            counters.depth_needed = max(counters.depth_needed, self._busy() + waiting)  # with those asking at once
+
+    def wait_ended(self, ticket: object, took: int) -> None:
+        """It was served, or gives up."""
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+        self.counters.count_wait(took)
+
+    def gave_up(self) -> None:
+        """A lease that found no slot took none either: asking again is not one lease more."""
+        if self.short == get_ident() and self.in_a_row:
+            self.in_a_row -= 1
+
+    def reset_peaks(self) -> None:
+        """Peaks begin again with what is the case now."""
+        counters, waiting = self.counters, len(self.waiting)
+        counters.bytes_peak = counters.wait_ns_max = 0
+        counters.in_flight_peak = self.count(_IN_FLIGHT)
+        counters.waiting_peak = waiting
+        counters.depth_needed = self._busy() + waiting if waiting else 0
+
+    def oldest_lag(self) -> int:
+        """Uploads made since the oldest event that has not been seen done."""
+        made = self.counters.uploads
+        lags = [made - max(slot.upload, slot.healed_at) for slot in self.slots if slot.state is _IN_FLIGHT]
+        return max(lags, default=0)
 
     def claim(self, lease: Lease, token: object) -> None:
         """The lease ends here, and its upload begins: of two threads that try, one gets past. `LeaseError`."""
@@ -146,8 +185,8 @@ class Ring:
         """filling -> in flight: the event stands behind the copy."""
         counters = self.counters
         slot.upload = counters.uploads + 1
-        slot.ticket = None
         self._enter(slot, _IN_FLIGHT)
+        slot.ticket = None  # not before: until then an interrupt, and one more, leave the slot to its ticket
         counters.uploads += 1
         self.slots.sort(key=_LAST_UPLOAD)  # in one step, where taking out and putting back would be two
         counters.fields += len(plan.places)
@@ -214,6 +253,7 @@ class Ring:
             f"leaked since copies may still read it"
         )
         self.refusal.__cause__ = error if isinstance(error, Exception) else sticky
+        self.notes.append(str(self.refusal))
         _lifetime.leak(self.slots)
 
     def refused(self) -> StagingError:
@@ -234,6 +274,25 @@ class Ring:
                 return False
             time.sleep(20e-6)
         return True
+
+    def _fell_short(self, ticket: object) -> None:
+        """No slot for this lease. For a newcomer: note how deep a ring would have served it.
+
+        One that has the slots in use, one for each that waits, one for this lease; and one more for each lease of
+        this thread just before that found none: had they not waited, this one would have come before their slots were
+        free. Of a ring that stays behind for longer than it is deep this says little, so it is twice the ring at most.
+        """
+        if ticket is not None:
+            return
+        me = get_ident()
+        self.in_a_row = self.in_a_row + 1 if self.short == me else 1
+        self.short = me
+        least = self._busy() + len(self.waiting) + 1
+        needed = max(least, min(least - 1 + self.in_a_row, 2 * len(self.slots)))
+        self.counters.depth_needed = max(self.counters.depth_needed, needed)
+
+    def _busy(self) -> int:
+        return len(self.slots) - self.count(_FREE)
 
     def _ahead_of(self, ticket: object) -> int:
         """How many wait longer than `ticket`, or than a newcomer."""
@@ -265,6 +324,7 @@ class Ring:
                 event = self._device.new_event()
                 self._device.record(event, slot.stream)
                 slot.event = event  # only now: an upload may still be told to wait for the old one
+                slot.healed_at = self.counters.uploads
                 self._enter(slot, _IN_FLIGHT)
                 self.counters.heals += 1
             if slot.state is _IN_FLIGHT:
@@ -314,6 +374,10 @@ class Ring:
     def _upload_lost(self, slot: Slot, error: BaseException) -> None:
         self.counters.uploads_failed += 1
         self.quarantine(slot, error)
+        # As text: a log handler may keep the record, and an error's traceback keeps the caller's frames.
+        self.notes.append(
+            f"pool {self._name!r}: slot {slot.index} is quarantined, its upload failed: {type(error).__name__}: {error}"
+        )
 
     def _enter(self, slot: Slot, state: State) -> None:
         slot.state = state

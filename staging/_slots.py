@@ -42,6 +42,7 @@ class Slot:
         "capacity",
         "event",
         "generation",
+        "healed_at",
         "holder",
         "index",
         "prepared",
@@ -70,6 +71,8 @@ class Slot:
         """Thread that took the open lease."""
         self.upload = 0
         """Number of the last upload from here, counted from 1 over the pool; 0 before the first."""
+        self.healed_at = -1
+        """Uploads the pool had made when this slot was healed last: its event stands behind these."""
         self.ticket: Ticket | None = None
         """Of the lease that has the slot, until its upload or discard."""
         self.since = 0

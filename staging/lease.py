@@ -66,7 +66,8 @@ class Lease:
         return self._generation == self._slot.generation
 
     def __repr__(self) -> str:
-        where = f"slot {self._slot.index}, generation {self._generation}" if self._plan.total else "no slot"
+        generation = max(self._generation, ~self._generation)  # see `StagingPool._discard`
+        where = f"slot {self._slot.index}, generation {generation}" if self._plan.total else "no slot"
         lengths = ", ".join(f"{length} {count}" for count, length in self._plan.lengths.items())
         return f"<Lease of {self.layout.name!r}: {lengths}, {where}, {'open' if self.is_open else 'ended'}>"
 

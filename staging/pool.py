@@ -24,8 +24,9 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -33,6 +34,7 @@ import torch
 from staging import _lifetime
 from staging._debug import GUARD
 from staging._device import Device, HostBuffer, Memory, open_device
+from staging._dump import describe
 from staging._fixed import Destinations
 from staging._memory import limits, wished
 from staging._ring import Ring
@@ -47,6 +49,7 @@ from staging.errors import (
     PoolClosed,
     PoolExhausted,
     PoolForked,
+    StagingError,
 )
 from staging.layout import ALIGNMENT, Field, Layout, Plan
 from staging.lease import Lease
@@ -60,6 +63,7 @@ _LONGEST_PAUSE = 1e-3
 _WARM = Layout([Field("warm", torch.uint8)], "warm-up")
 
 _names = itertools.count()
+_T = TypeVar("_T")
 
 
 class _Unset:
@@ -134,6 +138,15 @@ class StagingPool:
             log.warning("pool %r: STAGING_MEMORY=%s is not applicable on %s", self.name, wish, self.device)
         self._make_first_slots(slots, wish)
         _lifetime.alive.add(self)
+        log.info(
+            "pool %r on %s: %d %s slots of %d bytes, up to %d",
+            self.name,
+            self.device,
+            len(self._ring.slots),
+            self.memory,
+            self._slot_bytes,
+            max_slots,
+        )
 
     # ------------------------------------------------------------------ what users call
 
@@ -184,6 +197,7 @@ class StagingPool:
                 ready = slot is not None and slot.capacity >= plan.total
                 if ready:
                     ring.counters.leases_ready += 1
+                    ring.in_a_row = 0
                     if ring.watch is not None:
                         ring.watch.leased(lease._slot, plan)
             if not ready:
@@ -192,9 +206,11 @@ class StagingPool:
             with ring.lock:
                 if isinstance(error, PoolExhausted):
                     ring.counters.leases_timed_out += 1
+                    ring.gave_up()
                 else:
                     ring.counters.leases_refused += 1
                 ring.note_if_broken(error)
+            self._log_notes()
             raise
         if ring.notes:
             self._log_notes()
@@ -206,11 +222,19 @@ class StagingPool:
         Where another thread is stuck inside the pool (a driver call that hangs), or a signal handler asks while its own
         thread is inside, the numbers are read as they stand, perhaps between two steps of one change.
         """
-        if not self._ring.wait_until_unlocked():
-            return self._snapshot()
-        with self._ring.lock:
-            self._ring.drain_discarded()
-            return self._snapshot()
+        return self._reading(lambda locked: self._snapshot())
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew, from what is the case now; counters and gauges stay. Never hangs, like `stats()`."""
+        self._reading(lambda locked: self._ring.reset_peaks())
+
+    def dump(self) -> str:
+        """What the pool is doing now, for a person: a line for the pool, one for who waits, one for each slot.
+
+        For when a scheduler hangs: from another thread, or a signal handler. Like `stats()` it never touches the
+        device and never hangs; where somebody stays inside the pool it says so, and reads the slots as they stand.
+        """
+        return self._reading(lambda locked: describe(repr(self), self._ring, self._device.now(), locked))
 
     def warm(self, slots: int | None = None) -> None:
         """Pay first-use costs before serving: make the ring `slots` deep (default: as it is), send a copy from each.
@@ -231,9 +255,15 @@ class StagingPool:
 
         Slots that are still in flight or quarantined at the deadline are leaked rather than freed under a running
         copy, with a warning in the log; leases still open are ended. Leases held by the calling thread are not
-        waited for. Closing twice does nothing. Does not raise for what it cannot free.
+        waited for. Closing twice does nothing. Does not raise for what it cannot free; `StagingError` when a thread
+        stays inside the pool, as this one does below a signal handler that calls it in the middle of a change.
         """
         timeout = self.timeout if timeout is None else _checked_timeout(timeout)
+        if not self._ring.wait_until_unlocked():
+            raise StagingError(
+                f"{self!r} cannot be closed now: a thread stays inside it, maybe this one below a signal handler; let "
+                f"that handler set a flag, and close the pool where the scheduler sees it"
+            )
         with self._ring.lock:
             if self._ring.refusal is None:
                 self._ring.refusal = PoolClosed(f"pool {self.name!r} is closed; make a new one")
@@ -253,7 +283,9 @@ class StagingPool:
                     break
             self._device.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+        self._destinations.clear()
         self._log_notes()
+        log.info("pool %r is closed", self.name)
         for slot in busy:
             if slot.state is State.FILLING:
                 log.warning(
@@ -303,6 +335,14 @@ class StagingPool:
         except AttributeError:
             pass  # __init__ never ran to its end, or the interpreter is going away and this module's names are gone
 
+    def _reading(self, read: Callable[[bool], _T]) -> _T:
+        """Read under the lock, `read(True)`; or without it, where it is not to be had for as long as somebody asks."""
+        if not self._ring.wait_until_unlocked():
+            return read(False)
+        with self._ring.lock:
+            self._ring.drain_discarded()
+            return read(True)
+
     def _snapshot(self) -> PoolStats:
         ring = self._ring
         slots = list(ring.slots)
@@ -315,6 +355,7 @@ class StagingPool:
             in_flight=states.count(State.IN_FLIGHT),
             quarantined=states.count(State.QUARANTINED),
             waiting=len(ring.waiting),
+            oldest_lag=max(0, ring.oldest_lag()),  # an upload may be between two steps, where the lock is not to be had
             pinned_bytes=sum(slot.buffer.locked_bytes for slot in slots if slot.buffer is not None),
             host_bytes=sum(slot.capacity for slot in slots),
         )
@@ -340,8 +381,7 @@ class StagingPool:
                 with ring.lock:
                     self._check_not_stuck(plan)
                     waited = True
-                    if ticket not in ring.waiting:
-                        ring.waiting.append(ticket)
+                    ring.wait_begins(ticket)
                 self._device.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
                 with ring.lock:
@@ -355,18 +395,16 @@ class StagingPool:
         finally:
             if waited:
                 with ring.lock:
-                    if ticket in ring.waiting:
-                        ring.waiting.remove(ticket)
-                    took = self._device.now() - start
-                    ring.counters.wait_ns += took
-                    ring.counters.wait_ns_max = max(ring.counters.wait_ns_max, took)
+                    ring.wait_ended(ticket, self._device.now() - start)
         with ring.lock:
             if waited:
                 ring.counters.leases_waited += 1
-            elif grown:
-                ring.counters.leases_grown += 1
             else:
-                ring.counters.leases_ready += 1
+                ring.in_a_row = 0
+                if grown:
+                    ring.counters.leases_grown += 1
+                else:
+                    ring.counters.leases_ready += 1
             if ring.watch is not None:
                 ring.watch.leased(lease._slot, plan)
 
@@ -388,6 +426,8 @@ class StagingPool:
             return False
         with self._ring.lock:
             self._ring.enlarged(slot, reserved, buffer, size)
+        # Outside the steady state, so each is worth a line.
+        log.info("pool %r: slot %d has %d bytes now; %d slots", self.name, slot.index, size, len(self._ring.slots))
         return True
 
     def _make_buffer(self, nbytes: int) -> HostBuffer:
@@ -440,8 +480,12 @@ class StagingPool:
         return buffers, None
 
     def _log_notes(self) -> None:
+        level = logging.ERROR if isinstance(self._ring.refusal, PoolBroken) else logging.WARNING
         while self._ring.notes:
-            log.warning("%s", self._ring.notes.popleft())
+            try:
+                log.log(level, "%s", self._ring.notes.popleft())
+            except IndexError:
+                return  # another thread was faster
 
     def _check_not_stuck(self, plan: Plan) -> None:
         """Waiting is pointless when every slot is being filled by the very thread that would wait. Under the lock."""
@@ -523,6 +567,7 @@ class StagingPool:
             # Whether the copy was queued is not known, and the event says nothing about it.
             with ring.lock:
                 ring.upload_failed(lease, token, error)
+            self._log_notes()
             raise
         return Upload(self, slot, lease._generation + 1, plan, landing, rows, stream, tensors, out is None)
 
@@ -532,9 +577,11 @@ class StagingPool:
         # Never waiting for the lock: a generator that holds a lease may be closed by garbage collection, in the middle
         # of one of the ring's own methods. Whoever leases next, or asks for stats, finds it.
         self._ring.discarded.append((lease._slot, lease._generation))
-        if not self._ring.lock.locked():
-            with self._ring.lock:
-                self._ring.drain_discarded()
+        if self._ring.lock.locked():
+            lease._generation = ~lease._generation  # ended all the same; no slot has such a generation
+            return
+        with self._ring.lock:
+            self._ring.drain_discarded()
 
     def _wait_for_upload(self, slot: Slot, generation: int, stream: Any) -> None:
         if isinstance(self._ring.refusal, PoolForked):

@@ -87,8 +87,8 @@ mutation(
 mutation(
     "a slot is not marked in flight",
     RING,
-    "self._enter(slot, _IN_FLIGHT)\n        counters.uploads",
-    "self._enter(slot, _FREE)\n        counters.uploads",
+    "self._enter(slot, _IN_FLIGHT)\n        slot.ticket",
+    "self._enter(slot, _FREE)\n        slot.ticket",
     f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
 )
 mutation(
@@ -404,6 +404,48 @@ mutation(
     "staging/test_prepared.py::test_a_destination_made_in_inference_mode_is_refused_outside_it_however_often",
 )
 mutation(
+    "a pool is closed below its own thread",
+    POOL,
+    "if not self._ring.wait_until_unlocked():\n            raise",
+    "if False:\n            raise",
+    "staging/test_reentry.py::test_a_pool_is_not_closed_below_its_own_thread",
+)
+mutation(
+    "a lease discarded while the ring is busy goes on",
+    POOL,
+    "lease._generation = ~lease._generation",
+    "pass",
+    f"{MUTANTS}::test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once",
+)
+mutation(
+    "views are made in whatever mode the first look is in",
+    "staging/upload.py",
+    "if inference == torch.is_inference_mode_enabled():",
+    "if True:",
+    "staging/test_prepared.py::test_views_are_of_the_upload_s_inference_mode_wherever_they_are_looked_at",
+)
+mutation(
+    "a destination that is no longer in one piece is written",
+    "staging/_fixed.py",
+    "and out.is_contiguous()",
+    "",
+    "staging/test_prepared.py::test_a_destination_of_another_shape_is_checked_again",
+)
+mutation(
+    "a lease that found no slot says nothing of the depth",
+    RING,
+    "needed = max(least, min(least - 1 + self.in_a_row, 2 * len(self.slots)))",
+    "needed = 0",
+    "staging/test_stats.py",
+)
+mutation(
+    "a healed slot lags since its upload",
+    RING,
+    "max(slot.upload, slot.healed_at)",
+    "slot.upload",
+    "staging/test_stats.py",
+)
+mutation(
     "who comes late may not even have what the others leave",
     RING,
     "if ticket in self.waiting else len(self.waiting)",
@@ -436,8 +478,8 @@ mutation(
 mutation(
     "statistics wait for ever",
     POOL,
-    "if not self._ring.wait_until_unlocked():",
-    "if False:",
+    "if not self._ring.wait_until_unlocked():\n            return read(False)",
+    "if False:\n            return read(False)",
     "staging/test_reentry.py::test_statistics_never_hang",
 )
 mutation(
@@ -525,7 +567,7 @@ mutation(
 mutation(
     "records of another dtype are taken",
     LEASE,
-    "if table.dtype != layout.record_dtype:",
+    "if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:",
     "if False:",
     f"{LAYOUTS}::test_records_that_do_not_fit_the_layout_are_refused",
 )
@@ -946,8 +988,8 @@ REENTRY = "staging/test_reentry.py"
 mutation(
     "a discard waits for the lock",
     POOL,
-    "if not self._ring.lock.locked():",
-    "if True:",
+    "if self._ring.lock.locked():",
+    "if False:",
     f"{REENTRY}::test_a_lease_ended_by_garbage_collection_inside_the_ring_does_not_hang",
 )
 mutation(

@@ -239,6 +239,7 @@ def test_a_long_wait_asks_rarely(device: SimulatedDevice, make_pool: MakePool) -
     assert device.calls["sleep"] <= 1000
 
 
+READS_BACK = ("scheduler.py", "_read")
 UPLOADS = {("_cuda.py", "copy"), ("stage.py", "upload_plainly"), ("check.py", "decode")}
 """Functions whose asynchronous copies go to the device, from host memory that is not rewritten."""
 
@@ -259,7 +260,7 @@ def test_what_comes_back_from_the_device_is_read_behind_an_event() -> None:
     assert {(file, name) for file, name, _ in copying} >= UPLOADS
     for file, name, text in copying:
         assert (file, name) in UPLOADS or ".record(" in text, f"{file}: {name}"
-    assert "event.synchronize()" in next(text for file, name, text in functions if name == "_read")
+    assert "event.synchronize()" in next(text for file, name, text in functions if (file, name) == READS_BACK)
 
 
 @pytest.mark.parametrize(

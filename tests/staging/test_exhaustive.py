@@ -161,7 +161,7 @@ class Walk:
         finished = {copy: copy.finished for _, behind in events for copy in behind}
         counters = ring.counters
         counted = [(name, getattr(counters, name)) for name in counters.__slots__ if name != "__weakref__"]
-        own = [(name, getattr(ring, name)) for name in ("refusal", "may_grow")]
+        own = [(name, getattr(ring, name)) for name in ("refusal", "may_grow", "in_a_row", "short")]
         copies, faults = list(device.copies), {name: list(queue) for name, queue in device._faults.items()}
         leases = [(lease, lease._generation, lease._written) for lease in self.open]
         expected, stamp, requests = dict(self.expected), self.stamp, self.requests

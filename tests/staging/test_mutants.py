@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from staging import Field, Layout, PoolExhausted, StagingPool
+from staging import Field, Layout, LeaseError, PoolExhausted, StagingPool
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int32)], "column")
@@ -52,9 +52,16 @@ def test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once(
     """The discards wait for whoever is inside; the second finds its lease ended, perhaps the slot another lease's."""
     pool = make_pool(device, slots=1, max_slots=1, timeout=0)
     lease = pool.lease(COLUMN, rows=1)
+    before = repr(lease).replace("open", "ended")
     with pool._ring.lock:
+        entry = (lease._slot, lease._generation)
         lease.discard()
+        assert not lease.is_open
+        assert repr(lease) == before
+        with pytest.raises(LeaseError, match="ended"):
+            lease["column"] = 1
         lease.discard()
+        pool._ring.discarded.append(entry)  # as where an interrupt came before the lease had ended
     with pool.lease(COLUMN, rows=1) as second:
         second["column"] = 1
         assert second.upload()["column"].tolist() == [1]

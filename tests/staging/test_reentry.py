@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from staging import Field, Layout, LeaseError, PoolClosed, PoolForked, StagingPool
+from staging import Field, Layout, LeaseError, PoolClosed, PoolForked, StagingError, StagingPool
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int64)], "column")
@@ -94,6 +94,34 @@ def test_statistics_never_hang(stuck_elsewhere: bool) -> None:
     thread.join(timeout=20)
     assert not thread.is_alive(), "it waits for a lock that it holds itself"
     assert seen == [2]
+    assert pool.stats().uploads == 1
+    device.finish_all()
+    pool.close()
+
+
+def test_a_pool_is_not_closed_below_its_own_thread() -> None:
+    """A signal handler that closes it in the middle of a change is told so; closed later, all is well."""
+    refused: list[StagingError] = []
+
+    class Closing(SimulatedDevice):
+        armed = False
+
+        def now(self) -> int:  # asked under the lock, whenever a slot changes its state
+            if self.armed:
+                self.armed = False
+                with pytest.raises(StagingError, match="cannot be closed now") as caught:
+                    pool.close(timeout=0)
+                refused.append(caught.value)
+            return super().now()
+
+    device = Closing()
+    pool = StagingPool(device, slots=2, timeout=0)
+    device.armed = True
+    thread = threading.Thread(target=lambda: send(pool, 7), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive(), "it waits for a lock that it holds itself"
+    assert len(refused) == 1
     assert pool.stats().uploads == 1
     device.finish_all()
     pool.close()
