@@ -446,6 +446,69 @@ mutation(
     "staging/test_stats.py",
 )
 mutation(
+    "a slot is left by its lease's watch before it is in flight",
+    RING,
+    "self._enter(slot, _IN_FLIGHT)\n        slot.ticket = None  # not before",
+    "slot.ticket = None\n        self._enter(slot, _IN_FLIGHT)  # not before",
+    f"{MUTANTS}::test_an_upload_cut_off_twice_while_it_is_booked_is_healed",
+)
+mutation(
+    "an upload that came too late quarantines the other's slot",
+    RING,
+    "lease._claim is token and ",
+    "",
+    f"{MUTANTS}::test_of_two_uploads_at_once_the_one_that_comes_too_late_harms_nothing",
+)
+mutation(
+    "notes that are gone are an error",
+    POOL,
+    "except IndexError:\n                return",
+    "except ZeroDivisionError:\n                return",
+    f"{MUTANTS}::test_notes_that_another_thread_logs_first_are_no_error",
+)
+mutation(
+    "a closed pool keeps what it knew of destinations",
+    POOL,
+    "        self._destinations.clear()\n",
+    "",
+    "staging/test_prepared.py::test_a_closed_pool_keeps_no_destination",
+)
+mutation(
+    "a table with gaps is read as if it had none",
+    LEASE,
+    "if not table.flags.c_contiguous:",
+    "if False:",
+    "staging/test_prepared.py::test_records_of_any_order_and_of_some_fields_arrive",
+)
+mutation(
+    "records of fields that are not adjacent are moved as one run",
+    "staging/layout.py",
+    "and place.offset == last.target + last.target_strides[0] * len(last.names)",
+    "",
+    "staging/test_prepared.py::test_records_of_any_order_and_of_some_fields_arrive",
+)
+mutation(
+    "a slot remembers views without end",
+    "staging/_slots.py",
+    "if len(self.prepared) >= MOST:",
+    "if False:",
+    "staging/test_prepared.py::test_lengths_that_never_come_again_fill_no_memory",
+)
+mutation(
+    "a destination remembers views without end",
+    "staging/_fixed.py",
+    "if len(known.views) >= MOST:",
+    "if False:",
+    "staging/test_prepared.py::test_lengths_that_never_come_again_fill_no_memory",
+)
+mutation(
+    "a slot counts as covered before the pattern is there",
+    "staging/_debug.py",
+    "_bytes(slot)[:covered] = _PATTERN\n        watched.patterned = covered",
+    "watched.patterned = covered\n        _bytes(slot)[:covered] = _PATTERN",
+    f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[failing-True]",
+)
+mutation(
     "who comes late may not even have what the others leave",
     RING,
     "if ticket in self.waiting else len(self.waiting)",

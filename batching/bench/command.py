@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from batching.arguments import chosen_device, positive
 from batching.bench.report import as_json, markdown
 from batching.bench.sections import SECTIONS, Settings, bench_pool, compare_all, steps, time_all
 from batching.bench.timing import Machine
@@ -47,15 +48,15 @@ def add_parser(commands: Any) -> None:
         help=f"what to measure (default: all, {','.join(SECTIONS)})",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=_positive, default=default.repeats, metavar="N",
+        "--repeats", type=positive, default=default.repeats, metavar="N",
         help=f"repeats whose medians are compared (default %(default)s; fewer than {_LEAST_REPEATS} show nothing)",
     )  # fmt: skip
     parser.add_argument(
-        "--batches", type=_positive, default=default.batches, metavar="N",
+        "--batches", type=positive, default=default.batches, metavar="N",
         help="batches in each repeat (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--queued-batches", type=_positive, default=default.queued_batches, metavar="N",
+        "--queued-batches", type=positive, default=default.queued_batches, metavar="N",
         help="batches in each repeat behind queued work (default %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="of the generated requests")
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     try:
-        with bench_pool(_device(arguments.device)) as pool:
+        with bench_pool(chosen_device(arguments.device)) as pool:
             return _run(pool, settings, path)
     except (StagingError, torch.OutOfMemoryError) as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -131,12 +132,6 @@ def _about(pool: StagingPool, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _device(wish: str) -> str:
-    if wish == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wish
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -164,7 +159,7 @@ def _commit() -> str | None:
 
 
 def _rows(text: str) -> tuple[int, ...]:
-    rows = [_positive(part) for part in text.split(",")]
+    rows = [positive(part) for part in text.split(",")]
     for one in rows:
         if one > _MOST_ROWS:
             raise argparse.ArgumentTypeError(f"{one} rows are more than {_MOST_ROWS}")
@@ -177,13 +172,3 @@ def _sections(text: str) -> tuple[str, ...]:
         if name not in SECTIONS:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SECTIONS)}")
     return tuple(dict.fromkeys(names))
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value

@@ -14,6 +14,7 @@ import attrs
 import torch
 from tqdm import tqdm
 
+from batching.arguments import chosen_device, device_name, positive, wrapped
 from batching.replay.observe import ObservedPool, ObservedScheduler
 from batching.replay.scheduler import Result, Scheduler, Settings
 from batching.replay.timeline import STEPS, Timeline, TimelineError
@@ -41,15 +42,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
     )
-    parser.add_argument("--requests", type=_positive, metavar="N", help="replay the first N requests only")
-    parser.add_argument("--max-batch", type=_positive, default=256, metavar="N", help="running requests (default 256)")
-    parser.add_argument("--slots", type=_positive, default=4, metavar="N", help="slots of the ring; it may grow to 2 N")
+    parser.add_argument("--requests", type=positive, metavar="N", help="replay the first N requests only")
+    parser.add_argument("--max-batch", type=positive, default=256, metavar="N", help="running requests (default 256)")
+    parser.add_argument("--slots", type=positive, default=4, metavar="N", help="slots of the ring; it may grow to 2 N")
     parser.add_argument(
         "--ahead", type=_count, default=Settings().ahead, metavar="N",
         help="iterations built before the tokens of one are read (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--kv-tokens", type=_positive, metavar="N", help="KV indices (default: room for ten of the longest requests)"
+        "--kv-tokens", type=positive, metavar="N", help="KV indices (default: room for ten of the longest requests)"
     )
     parser.add_argument(
         "--forward-us", type=float, default=Settings().forward_us, metavar="US",
@@ -67,7 +68,7 @@ def add_parser(commands: Any) -> None:
         help="also write what host, device and slots did when, in the Chrome trace format, which Perfetto opens",
     )  # fmt: skip
     parser.add_argument(
-        "--timeline-steps", type=_positive, default=STEPS, metavar="N",
+        "--timeline-steps", type=positive, default=STEPS, metavar="N",
         help="iterations that the timeline records (default %(default)s)",
     )  # fmt: skip
     parser.set_defaults(run=run)
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     unwritten: TimelineError | None = None
     stats: PoolStats | None = None
     try:
-        device = _device(arguments.device)
+        device = chosen_device(arguments.device)
         with ExitStack() as stack:
             if arguments.timeline is not None:  # first: a place that cannot be written is found out at once
                 seam = open_device(device)
@@ -143,7 +144,7 @@ def report(
     """The table at the end."""
     lines = [
         ("trace", name + (f" ({bad_rows} malformed rows left out)" if bad_rows else "")),
-        ("device", f"{_device_name(pool.device)}, host memory {pool.memory}, torch {torch.__version__}"),
+        ("device", f"{device_name(pool.device)}, host memory {pool.memory}, torch {torch.__version__}"),
         ("requests", f"{result.requests:,} finished, {result.refused:,} refused as too long"),
         ("prompt tokens", f"{result.prompt_tokens:,}, {result.cached_tokens:,} of them cached"),
         ("longest prefix", f"{result.longest_prefix:,} tokens"),
@@ -161,7 +162,7 @@ def report(
     width = max(len(label) for label, _ in lines) + 2
     table = [f"{label:<{width}}{value}" for label, value in lines]
     numbers = [f"{key} {value:,}" for key, value in stats.as_dict().items() if value]
-    table += _wrapped(f"{'pool':<{width}}", numbers, width)
+    table += wrapped(f"{'pool':<{width}}", numbers, width)
     return "\n".join(table)
 
 
@@ -169,7 +170,7 @@ def as_json(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_
     """The result for machines: counts, nanoseconds, bytes."""
     return {
         "trace": name,
-        "device": _device_name(pool.device),
+        "device": device_name(pool.device),
         "memory": pool.memory,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -211,34 +212,8 @@ def _mismatch_line(result: Result) -> str:
     return found or "0: tensors and tokens equal bit for bit"
 
 
-def _device(wish: str) -> str:
-    if wish == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wish
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else str(device)
-
-
 def _each(total_ns: int, count: int) -> str:
     return f"{total_ns / 1e3 / count:,.0f} us" if count else "no"
-
-
-def _wrapped(head: str, items: list[str], width: int, limit: int = 100) -> list[str]:
-    lines = [head]
-    for item in items:
-        if len(lines[-1]) > width and len(lines[-1]) + len(item) + 2 > limit:
-            lines.append(" " * width)
-        lines[-1] += (", " if len(lines[-1]) > width else "") + item
-    return lines
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
 
 
 def _count(text: str) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from batching.replay.command import _device, _device_name, _positive, _wrapped
+from batching.arguments import chosen_device, device_name, positive, wrapped
 from batching.soak.plain import PlainWay
 from batching.soak.traffic import Result, Settings, Soak, open_seam
 from staging import StagingError, StagingPool
@@ -45,10 +45,10 @@ def add_parser(commands: Any) -> None:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=_seconds, default=Settings().seconds, metavar="S", help="default 60")
-    length.add_argument("--batches", type=_positive, metavar="N", help="batches of each thread, in place of --seconds")
-    parser.add_argument("--threads", type=_positive, default=Settings().threads, metavar="N", help="default 8")
-    parser.add_argument("--slots", type=_positive, default=4, metavar="N", help="slots of the ring (default 4)")
-    parser.add_argument("--max-slots", type=_positive, metavar="N", help="how far it may grow (default: twice --slots)")
+    length.add_argument("--batches", type=positive, metavar="N", help="batches of each thread, in place of --seconds")
+    parser.add_argument("--threads", type=positive, default=Settings().threads, metavar="N", help="default 8")
+    parser.add_argument("--slots", type=positive, default=4, metavar="N", help="slots of the ring (default 4)")
+    parser.add_argument("--max-slots", type=positive, metavar="N", help="how far it may grow (default: twice --slots)")
     parser.add_argument("--seed", type=int, metavar="N", help="of every random choice (default: a new one, printed)")
     parser.add_argument(
         "--delays", action=argparse.BooleanOptionalAction, default=True,
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plain and not arguments.guard:
             raise StagingError("--no-guard takes out the pool's guard, and --plain uses no pool; leave one away")
         try:
-            seam = open_seam(_device(arguments.device), guard=arguments.guard)
+            seam = open_seam(chosen_device(arguments.device), guard=arguments.guard)
             pool = StagingPool(
                 seam,
                 slots=arguments.slots,
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise StagingError(str(error)) from error
         # Before the traffic: a run that is killed can be repeated too.
-        print(f"soak: seed {seed}, {_device_name(pool.device)}", file=sys.stderr)
+        print(f"soak: seed {seed}, {device_name(pool.device)}", file=sys.stderr)
         with _without_dropped_notes(), pool:
             if not arguments.plain:
                 results.append(_with_progress(Soak(pool, settings)))
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 def report(device: torch.device, settings: Settings, results: Sequence[Result], *, guard: bool) -> str:
     """The table at the end; with two results, one block for each."""
     lines = [
-        ("device", f"{_device_name(device)}, torch {torch.__version__}"),
+        ("device", f"{device_name(device)}, torch {torch.__version__}"),
         ("threads", f"{settings.threads}, {'with random delays' if settings.delays else 'without delays'}"),
         ("seed", f"{settings.seed}"),
     ]
@@ -146,14 +146,14 @@ def report(device: torch.device, settings: Settings, results: Sequence[Result], 
     for result in results:
         if result.stats is not None:
             numbers = [f"{key} {value:,}" for key, value in result.stats.as_dict().items() if value]
-            table += _wrapped(f"{'pool':<{width}}", numbers, width)
+            table += wrapped(f"{'pool':<{width}}", numbers, width)
     return "\n".join(table)
 
 
 def as_json(device: torch.device, settings: Settings, results: Sequence[Result], *, guard: bool) -> dict[str, Any]:
     """The result for machines: counts, nanoseconds, bytes."""
     return {
-        "device": _device_name(device),
+        "device": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "guard": guard,

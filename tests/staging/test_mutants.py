@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from staging import Field, Layout, LeaseError, PoolExhausted, StagingPool
+from staging._slots import Slot, State
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int32)], "column")
@@ -66,3 +70,83 @@ def test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once(
         second["column"] = 1
         assert second.upload()["column"].tolist() == [1]
     assert pool.stats().discards == 1
+
+
+def test_an_upload_cut_off_twice_while_it_is_booked_is_healed(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """One interrupt before the slot is in flight, the next before it is quarantined: the lease's end is still seen."""
+    pool = make_pool(device, slots=1, max_slots=1, timeout=0)
+    ring, enter = pool._ring, pool._ring._enter
+    lease = pool.lease(COLUMN, rows=1)
+    lease["column"] = 1
+
+    def interrupted(slot: Slot, state: State) -> None:
+        if state is State.IN_FLIGHT:
+            raise KeyboardInterrupt
+        enter(slot, state)
+
+    def interrupted_again(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ring._enter, ring.upload_failed = interrupted, interrupted_again  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        lease.upload()
+    del ring._enter, ring.upload_failed
+    del lease
+    gc.collect()
+    device.finish_all()
+    with pool.lease(COLUMN, rows=1) as second:
+        assert second.is_open
+    assert pool.stats().quarantines == 1
+    assert device.violations == []
+
+
+def test_of_two_uploads_at_once_the_one_that_comes_too_late_harms_nothing(make_pool: MakePool) -> None:
+    """It fails while the other's copy is being queued; the other's slot is not taken for a failed one."""
+    in_empty, claimed, failed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(SimulatedDevice):
+        def empty(self, nbytes: int) -> torch.Tensor:
+            if threading.current_thread().name == "late":
+                in_empty.set()
+                claimed.wait(20)
+            return super().empty(nbytes)
+
+        def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+            claimed.set()
+            failed.wait(20)
+            super().copy(landing, source, stream)
+
+    device = Slow()
+    pool = make_pool(device, slots=1, max_slots=1, timeout=0)
+    lease = pool.lease(COLUMN, rows=1)
+    lease["column"] = 1
+    errors: list[BaseException] = []
+
+    def late() -> None:
+        try:
+            lease.upload()
+        except LeaseError as error:
+            errors.append(error)
+        failed.set()
+
+    thread = threading.Thread(target=late, name="late")
+    thread.start()
+    assert in_empty.wait(20)
+    assert lease.upload()["column"].tolist() == [1]
+    thread.join(20)
+    assert len(errors) == 1
+    stats = pool.stats()
+    assert (stats.uploads, stats.uploads_failed, stats.quarantines, stats.in_flight) == (1, 0, 0, 1)
+
+
+def test_notes_that_another_thread_logs_first_are_no_error(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """Seen, and gone before they are taken."""
+    pool = make_pool(device)
+
+    class Raced(deque[str]):
+        def __bool__(self) -> bool:
+            return True
+
+    pool._ring.notes = Raced()
+    with pool.lease(COLUMN, rows=1) as lease:
+        assert lease.is_open

@@ -83,6 +83,17 @@ def test_a_fixed_destination_that_is_dropped_gives_its_memory_back(make_pool: Ma
     assert not pool._destinations._known
 
 
+def test_a_closed_pool_keeps_no_destination(make_pool: MakePool) -> None:
+    """Nor what it remembers of one that was given other memory, which would keep the old."""
+    pool = make_pool("cpu")
+    out = torch.empty(4096, dtype=torch.uint8)
+    old = weakref.ref(send(pool, 1, 3, 5, out)["seed"])
+    out.set_(torch.empty(4096, dtype=torch.uint8))
+    pool.close()
+    gc.collect()
+    assert old() is None
+
+
 @pytest.mark.parametrize("how", ["shorter", "moved", "both"])
 def test_a_destination_that_was_changed_is_checked_again(make_pool: MakePool, how: str) -> None:
     """Resized or given other memory under the same name: the old views are not what the caller means."""
