@@ -217,22 +217,23 @@ class StagingPool:
         return lease
 
     def stats(self) -> PoolStats:
-        """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing; never hangs.
+        """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing.
 
-        Where another thread is stuck inside the pool (a driver call that hangs), or a signal handler asks while its own
-        thread is inside, the numbers are read as they stand, perhaps between two steps of one change.
+        It does not wait for a thread that stays inside the pool (a driver call that hangs, or this very thread below a
+        signal handler): the numbers are then read as they stand, perhaps between two steps of one change. Only a thread
+        that enters between this one's look and its lock, and hangs then, is waited for.
         """
         return self._reading(lambda locked: self._snapshot())
 
     def reset_peaks(self) -> None:
-        """Start the peaks anew, from what is the case now; counters and gauges stay. Never hangs, like `stats()`."""
+        """Start the peaks anew, from what is the case now; counters and gauges stay. Waits as little as `stats()`."""
         self._reading(lambda locked: self._ring.reset_peaks())
 
     def dump(self) -> str:
         """What the pool is doing now, for a person: a line for the pool, one for who waits, one for each slot.
 
         For when a scheduler hangs: from another thread, or a signal handler. Like `stats()` it never touches the
-        device and never hangs; where somebody stays inside the pool it says so, and reads the slots as they stand.
+        device; where somebody stays inside the pool it says so, and reads the slots as they stand.
         """
         return self._reading(lambda locked: describe(repr(self), self._ring, self._device.now(), locked))
 
@@ -574,8 +575,8 @@ class StagingPool:
     def _discard(self, lease: Lease) -> None:
         if lease._generation != lease._slot.generation:
             return
-        # Never waiting for the lock: a generator that holds a lease may be closed by garbage collection, in the middle
-        # of one of the ring's own methods. Whoever leases next, or asks for stats, finds it.
+        # Not waiting where the lock is taken: a generator that holds a lease may be closed by garbage collection, in
+        # the middle of one of the ring's own methods. Whoever leases next, or asks for stats, finds it.
         self._ring.discarded.append((lease._slot, lease._generation))
         if self._ring.lock.locked():
             lease._generation = ~lease._generation  # ended all the same; no slot has such a generation
