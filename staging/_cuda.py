@@ -66,6 +66,12 @@ class CudaDevice:
     def current_stream(self) -> int:
         return self._raw_stream(self._index)
 
+    def same_stream(self, stream: torch.cuda.Stream | int, current: int) -> bool:
+        if isinstance(stream, int):
+            return stream == current
+        # Every device has a default stream, and all of these have the same handle.
+        return stream.cuda_stream == current and stream.device_index == self._index
+
     def capturing(self) -> bool:
         if self._current_device() == self._index:
             return self._is_capturing()

@@ -47,6 +47,9 @@ class Device(Protocol):
     def current_stream(self) -> Any:
         """The stream that is current now on this device, for this thread."""
 
+    def same_stream(self, stream: Any, current: Any) -> bool:
+        """Whether `stream`, a stream of the caller's, is `current`, something that `current_stream` returned."""
+
     def capturing(self) -> bool:
         """Whether a graph is being captured on the current stream."""
 
@@ -131,6 +134,9 @@ class CpuDevice:
 
     def current_stream(self) -> None:
         return None
+
+    def same_stream(self, stream: Any, current: Any) -> bool:
+        return bool(stream == current)
 
     def capturing(self) -> bool:
         return False

