@@ -58,6 +58,7 @@ class ObservedDevice:
         self.current_stream = self._inner.current_stream
         self.capturing = self._inner.capturing
         self.record_stream = self._inner.record_stream
+        self.same_stream = self._inner.same_stream
         self.broken = self._inner.broken
         self.now = self._inner.now
 

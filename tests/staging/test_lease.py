@@ -547,14 +547,6 @@ def test_waiting_marks_each_fresh_allocation_and_asks_for_no_event_twice(
     assert (device.calls["wait"], device.calls["record_stream"]) == (2, 4)
 
 
-def test_on_the_stream_of_the_upload_there_is_nothing_to_wait_for(device: SimulatedDevice, make_pool: MakePool) -> None:
-    """What is queued behind the copy on its own stream sees the tensors; `wait()` there asks the device nothing."""
-    upload = batch(make_pool(device, slots=1, timeout=0))
-    calls = dict(device.calls)
-    upload.wait()
-    assert device.calls == calls
-
-
 # What an upload returns.
 
 
