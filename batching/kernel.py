@@ -1,15 +1,20 @@
-"""The Triton kernel behind `write_cache_indices`: a grid over (request, block of its row)."""
+"""The Triton kernel behind `write_cache_indices`: a grid over (request, share of its row)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024
-"""Table entries that one program writes."""
+BLOCK = 512
+"""Table entries that one program writes at a time."""
+
+MOST_PROGRAMS = 16_384
+"""Of a launch. One block each is best while there are few; a long row among thousands of short ones would make hundreds
+of thousands that have nothing to do, so its programs then write several blocks, one after the other."""
 
 _POINTERS = [
     "req_to_token",
@@ -30,19 +35,39 @@ def launch(
     `tensors` has the fields of `batching.stage.CACHE`; `longest` is the largest of `seq_lens`, known on the host.
     Arguments are taken as they are: `write_cache_indices` has checked them.
     """
-    grid = (tensors["req_pool_indices"].shape[0], triton.cdiv(longest, BLOCK))
-    with torch.cuda.device_of(req_to_token):  # type: ignore[no-untyped-call]
-        write_rows[grid](
-            req_to_token,
-            tensors["req_pool_indices"],
-            tensors["prefix_pointers"],
-            tensors["prefix_lens"],
-            tensors["seq_lens"],
-            tensors["extend_starts"],
-            out_cache_loc,
-            req_to_token.stride(0),
-            BLOCK=BLOCK,
-        )
+    rows = tensors["req_pool_indices"].shape[0]
+    grid = (rows, min(triton.cdiv(longest, BLOCK), max(1, MOST_PROGRAMS // rows)), 1)
+    arguments = (
+        req_to_token,
+        tensors["req_pool_indices"],
+        tensors["prefix_pointers"],
+        tensors["prefix_lens"],
+        tensors["seq_lens"],
+        tensors["extend_starts"],
+        out_cache_loc,
+        req_to_token.stride(0),
+    )
+    device = req_to_token.get_device()
+    if device < 0 or device == torch.cuda.current_device():  # below 0: on the host, under Triton's interpreter
+        _launch(device, grid, arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(device, grid, arguments)
+
+
+_compiled: dict[int, Any] = {}
+"""The compiled kernel by device. There is one variant, whatever the arguments, so from the second launch on Triton need
+not look for it by their types and values, which takes as long as the launch itself."""
+
+
+def _launch(device: int, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    compiled = _compiled.get(device)
+    if compiled is not None:
+        compiled[grid](*arguments, BLOCK)
+        return
+    compiled = write_rows[grid](*arguments, BLOCK=BLOCK)
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        _compiled[device] = compiled
 
 
 # Neither alignment nor a stride of 1 or a multiple of 16 may compile a variant: the first batch of each class would
@@ -56,21 +81,22 @@ def write_rows(  # type: ignore[no-untyped-def]
     seq_lens,  # int64 (rows,): prefix and new tokens
     extend_starts,  # int64 (rows,): where the row's new tokens begin in out_cache_loc
     out_cache_loc,  # int64: KV indices of all new tokens
-    stride,
+    stride: tl.int64,
     BLOCK: tl.constexpr,
 ):
+    # All that is known of the row at once: each load that waits for another one takes most of a microsecond.
     row = tl.program_id(0)
-    start = tl.program_id(1).to(tl.int64) * BLOCK
     seq_len = tl.load(seq_lens + row)
-    if start < seq_len:
-        prefix_len = tl.load(prefix_lens + row)
+    prefix_len = tl.load(prefix_lens + row)
+    prefix = tl.load(prefix_pointers + row).to(tl.pointer_type(tl.int64))
+    new_tokens = out_cache_loc + tl.load(extend_starts + row) - prefix_len
+    # In 64 bits: slot times stride passes 2**31 for tables of long contexts.
+    line = req_to_token + tl.load(req_pool_indices + row) * tl.cast(stride, tl.int64)
+    first = tl.program_id(1).to(tl.int64) * BLOCK
+    for start in range(first, seq_len, tl.num_programs(1) * BLOCK):
         positions = start + tl.arange(0, BLOCK)
         in_prefix = positions < prefix_len
         is_new = (positions >= prefix_len) & (positions < seq_len)
-        prefix = tl.load(prefix_pointers + row).to(tl.pointer_type(tl.int64))
         old = tl.load(prefix + positions, mask=in_prefix, other=0)
-        new_tokens = out_cache_loc + tl.load(extend_starts + row) - prefix_len
         new = tl.load(new_tokens + positions, mask=is_new, other=0)
-        # In 64 bits: slot times stride passes 2**31 for tables of long contexts.
-        line = req_to_token + tl.load(req_pool_indices + row) * tl.cast(stride, tl.int64)
         tl.store(line + positions, tl.where(in_prefix, old, new).to(tl.int32), mask=positions < seq_len)

@@ -12,6 +12,9 @@ import torch
 from staging._device import HostBuffer
 from staging.errors import PinningError, StagingError
 
+_LEGACY_DEFAULT = 0
+"""The raw handle of the stream that every device begins with."""
+
 
 class CudaDevice:
     """One CUDA device. Made for the device's own index: nothing here depends on which device is current."""
@@ -72,7 +75,9 @@ class CudaDevice:
         # Every device has a default stream, and all of these have the same handle.
         return stream.cuda_stream == current and stream.device_index == self._index
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: int) -> bool:
+        if stream == _LEGACY_DEFAULT:
+            return False  # CUDA does not capture it
         if self._current_device() == self._index:
             return self._is_capturing()
         with torch.cuda.device(self._index):  # the question is always asked of the current device's stream
@@ -92,10 +97,10 @@ class CudaDevice:
         return torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
-        event.record(self._stream(stream))
+        event.record(self._streams.get(stream) or self._stream(stream))
 
     def done(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())  # type: ignore[no-untyped-call]
+        return event.query()  # type: ignore[no-untyped-call, no-any-return]
 
     def wait(self, stream: torch.cuda.Stream | int | None, event: torch.cuda.Event) -> None:
         self._stream(stream).wait_event(event)

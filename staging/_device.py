@@ -50,8 +50,8 @@ class Device(Protocol):
     def same_stream(self, stream: Any, current: Any) -> bool:
         """Whether `stream`, a stream of the caller's, is `current`, something that `current_stream` returned."""
 
-    def capturing(self) -> bool:
-        """Whether a graph is being captured on the current stream."""
+    def capturing(self, stream: Any) -> bool:
+        """Whether a graph is being captured on `stream`, which is the current one."""
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Queue the copy of `source`, a slot's bytes, to `landing`, as long, on `stream`, which is the current one."""
@@ -138,7 +138,7 @@ class CpuDevice:
     def same_stream(self, stream: Any, current: Any) -> bool:
         return bool(stream == current)
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: Any) -> bool:
         return False
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:

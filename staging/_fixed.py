@@ -13,25 +13,15 @@ from staging.layout import Plan
 class Destination:
     """One tensor that was found suitable, and its views by plan."""
 
-    __slots__ = ("_address", "_nbytes", "_ref", "views")
+    __slots__ = ("address", "nbytes", "ref", "views")
 
     def __init__(self, out: torch.Tensor, ref: weakref.ref[torch.Tensor]) -> None:
-        self._ref = ref
-        self._address = out.data_ptr()
-        self._nbytes = out.numel()
+        self.ref = ref
+        self.address = out.data_ptr()
+        self.nbytes = out.numel()
         self.views: dict[tuple[Plan, bool], tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
-        """The part that the copy fills, and its named views (made when asked for). By plan and inference mode: what is
-        made inside of it may not be written outside."""
-
-    def is_still(self, out: torch.Tensor) -> bool:
-        """Whether `out` is that tensor, of the same memory and still in one piece."""
-        return (
-            self._ref() is out
-            and out.data_ptr() == self._address
-            and out.numel() == self._nbytes
-            and out.ndim == 1
-            and out.is_contiguous()
-        )
+        """The part that the copy fills, and its fields. By plan and inference mode: what is made inside of that may not
+        be written outside."""
 
 
 class Destinations:
@@ -45,9 +35,17 @@ class Destinations:
         self._known.clear()
 
     def find(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-        """What was remembered for this tensor and plan; None when it has to be checked."""
+        """What was remembered for this tensor and plan; None when it has to be checked, since it is another one, or
+        its memory, size or shape was changed."""
         known = self._known.get(id(out))
-        if known is None or not known.is_still(out):
+        if (
+            known is None
+            or known.ref() is not out
+            or known.address != out.data_ptr()
+            or known.nbytes != out.numel()
+            or out.ndim != 1
+            or not out.is_contiguous()
+        ):
             return None
         return known.views.get((plan, torch.is_inference_mode_enabled()))
 
@@ -55,7 +53,7 @@ class Destinations:
         """A tensor that was checked for this plan."""
         number = id(out)
         known = self._known.get(number)
-        if known is None or not known.is_still(out):
+        if known is None or known.ref() is not out or known.address != out.data_ptr() or known.nbytes != out.numel():
             # May run anywhere, like any callback of the garbage collector: so it does no more than this.
             ref = weakref.ref(out, lambda ref, pop=self._known.pop: pop(number, None))  # type: ignore[misc]
             known = self._known[number] = Destination(out, ref)
@@ -63,5 +61,5 @@ class Destinations:
             known.views.clear()
         # Not a slice of `out` itself: torch's views keep the tensor they are taken from, and it would stay.
         landing = out.detach()[: plan.total]
-        found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, {})
+        found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, plan.cut.tensors(landing))
         return found

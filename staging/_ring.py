@@ -83,26 +83,16 @@ class Ring:
             raise self.refused()
         left = self._ahead_of(ticket) if self.waiting else 0  # slots to leave for those who wait longer
         small: Slot | None = None
-        for slot in self.slots:
-            if slot.state is not _FREE:
-                continue
-            if left:
-                left -= 1
-            elif slot.capacity >= need:
-                return self._reserve(slot, lease)
-            else:
-                small = small or slot
-        for slot in list(self.slots):  # oldest upload first; one stuck event does not hold up the others
-            if slot.state is not _IN_FLIGHT:
-                continue
-            if self._settle(slot):
+        for slot in self.slots:  # oldest upload first; one stuck event does not hold up the others
+            state = slot.state
+            if state is _FREE or (state is _IN_FLIGHT and self._settle(slot)):
                 if left:
                     left -= 1
                 elif slot.capacity >= need:
                     return self._reserve(slot, lease)
                 else:
                     small = small or slot
-            elif ticket is None:  # polls while waiting are not counted again
+            elif state is _IN_FLIGHT and ticket is None:  # polls while waiting are not counted again
                 self.counters.met_in_flight += 1
         if small is not None:
             return self._reserve(small, lease)
@@ -177,23 +167,32 @@ class Ring:
 
     def claim(self, lease: Lease, token: object) -> None:
         """The lease ends here, and its upload begins: of two threads that try, one gets past. `LeaseError`."""
-        lease._check_open("upload")
+        slot = lease._slot
+        if slot.generation != lease._generation:
+            lease._check_open("upload")
         lease._claim = token
-        lease._slot.generation += 1
+        slot.generation += 1
 
     def uploaded(self, slot: Slot, plan: Plan) -> None:
         """filling -> in flight: the event stands behind the copy."""
         counters = self.counters
         slot.upload = counters.uploads + 1
-        self._enter(slot, _IN_FLIGHT)
+        slot.state = _IN_FLIGHT
+        slot.since = self._device.now()
         slot.ticket = None  # not before: until then an interrupt, and one more, leave the slot to its ticket
         counters.uploads += 1
-        self.slots.sort(key=_LAST_UPLOAD)  # in one step, where taking out and putting back would be two
+        slots = self.slots
+        if slots and slots[0] is slot:
+            self.slots = [*slots[1:], slot]  # in one step, where taking out and putting back would be two
+        else:
+            slots.sort(key=_LAST_UPLOAD)
         counters.fields += len(plan.places)
         counters.bytes_used += plan.used
         counters.bytes_padded += plan.total - plan.used
-        counters.bytes_peak = max(counters.bytes_peak, plan.total)
-        counters.in_flight_peak = max(counters.in_flight_peak, self.count(_IN_FLIGHT))
+        if counters.bytes_peak < plan.total:
+            counters.bytes_peak = plan.total
+        if counters.in_flight_peak < len(slots):  # in the long run it is the whole ring, and nobody need count
+            counters.in_flight_peak = max(counters.in_flight_peak, self.count(_IN_FLIGHT))
 
     def upload_failed(self, lease: Lease, token: object, error: BaseException) -> None:
         """To quarantined, if the upload with this token had begun and was not seen to its end."""
@@ -307,7 +306,8 @@ class Ring:
         slot.ticket = ticket
         lease._slot, lease._generation = slot, slot.generation + 1
         slot.generation += 1
-        self._enter(slot, _FILLING)
+        slot.state = _FILLING
+        slot.since = self._device.now()
         slot.holder = get_ident()
         if self.watch is not None:
             slot.site = _call_site()
@@ -330,7 +330,8 @@ class Ring:
             if slot.state is _IN_FLIGHT:
                 if not self._device.done(slot.event):
                     return False
-                self._enter(slot, _FREE)
+                slot.state = _FREE
+                slot.since = self._device.now()
         except Exception as error:
             if slot.state is _IN_FLIGHT:  # the answer is unknown, so the slot's event is
                 self.quarantine(slot, error)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from staging._cut import Cut, Piece
 from staging._fill import write_column
 from staging.errors import FieldError, shown
 
@@ -24,7 +25,7 @@ ALIGNMENT = 16
 
 _MOST_PLANS = 4096
 
-_DTYPES: dict[torch.dtype, tuple[npt.DTypeLike, str]] = {
+DTYPES: dict[torch.dtype, tuple[npt.DTypeLike, str]] = {
     torch.bool: (np.bool_, "?"),
     torch.uint8: (np.uint8, "B"),
     torch.int8: (np.int8, "b"),
@@ -63,8 +64,8 @@ class Field:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise FieldError(f"a field's name is a non-empty string, not {self.name!r}")
-        if self.dtype not in _DTYPES:
-            known = ", ".join(sorted(str(dtype) for dtype in _DTYPES))
+        if self.dtype not in DTYPES:
+            known = ", ".join(sorted(str(dtype) for dtype in DTYPES))
             raise FieldError(f"field {self.name!r}: {self.dtype!r} cannot be staged; use one of {known}")
         if not isinstance(self.counts, str) or not self.counts.isidentifier() or self.counts in _NOT_A_COUNT:
             raise FieldError(
@@ -78,7 +79,7 @@ class Field:
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The numpy dtype of the same bytes."""
-        return np.dtype(_DTYPES[self.dtype][0])
+        return np.dtype(DTYPES[self.dtype][0])
 
     @property
     def entry_bytes(self) -> int:
@@ -151,10 +152,6 @@ class Place:
     numpy_dtype: np.dtype[Any]
 
 
-View = tuple[str, int, torch.dtype, "tuple[int, ...] | None"]
-"""How a field is viewed on the device: its name, the number of its piece, its dtype, its shape unless it is flat."""
-
-
 @attrs.frozen(eq=False)
 class RecordRun:
     """Adjacent per-row fields of one element size: records are transposed a run at a time."""
@@ -191,16 +188,12 @@ class Plan:
     all fields are per row, or none is."""
     row_total: int
     """Bytes of that allocation."""
-    pieces: tuple[int, ...]
-    """Bytes of the consecutive pieces that the copy's destination is split into: fields, and what lies between."""
-    views: tuple[View, ...]
-    """All fields, in these pieces."""
-    other_views: tuple[View, ...]
-    """Those that are not per row, in these pieces."""
-    row_pieces: tuple[int, ...]
-    """Pieces of the per-row fields' own allocation; empty where there is none."""
-    row_views: tuple[View, ...]
-    """The per-row fields, in those."""
+    cut: Cut
+    """Of the copy's destination, into all fields."""
+    other_cut: Cut
+    """The same, into those that are not per row."""
+    row_cut: Cut
+    """Of the per-row fields' own allocation; of nothing where there is none."""
     all_bits: int
     """The mask of fields that must be written before the upload (those that are not empty)."""
 
@@ -285,7 +278,7 @@ class Layout:
         )
         """The numpy dtype of one record: the per-row fields in order, packed without padding."""
         self._struct = struct.Struct(
-            "<" + "".join(f"{math.prod(field.shape)}{_DTYPES[field.dtype][1]}" for field in rows)
+            "<" + "".join(f"{math.prod(field.shape)}{DTYPES[field.dtype][1]}" for field in rows)
         )
         self._plans: dict[tuple[tuple[str, int], ...], Plan] = {}
         self._hash = hash(self.fields)
@@ -349,12 +342,12 @@ class Layout:
         Raises `FieldError` when the bytes are not a whole number of records, one for each item.
         """
         size = self.record_dtype.itemsize
-        for row, record in enumerate(records):
-            if len(record) != size:
-                raise FieldError(
-                    f"layout {self.name!r}: record {row} has {len(record)} bytes, its records have {size}; make them "
-                    f"with this layout's pack()"
-                )
+        if not set(map(len, records)) <= {size}:
+            row = next(row for row, record in enumerate(records) if len(record) != size)
+            raise FieldError(
+                f"layout {self.name!r}: record {row} has {len(records[row])} bytes, its records have {size}; make them "
+                f"with this layout's pack()"
+            )
         joined = b"".join(records)
         return np.frombuffer(joined, dtype=self.record_dtype) if joined else np.zeros(0, self.record_dtype)
 
@@ -404,21 +397,17 @@ class Layout:
                 else:
                     runs.append((offset, row_total, nbytes))
                 row_total += nbytes
-        pieces, row_pieces = _Pieces(), _Pieces()
-        views: list[View] = []
-        row_views: list[View] = []
+        pieces: list[Piece] = []
+        row_pieces: list[Piece] = []
         places: list[Place] = []
         for position, (field, offset) in enumerate(zip(self.fields, offsets, strict=True)):
             nbytes = counted[field.counts] * field.entry_bytes
             shape = (counted[field.counts], *field.shape)
             places.append(Place(field, 1 << position, offset, nbytes, shape, field.numpy_dtype))
             viewed = shape if field.shape else None
-            views.append((field.name, pieces.add(offset, nbytes), field.dtype, viewed))
+            pieces.append((field.name, offset, nbytes, field.dtype, viewed))
             if field.name in row_offsets:
-                number = row_pieces.add(row_offsets[field.name], nbytes)
-                row_views.append((field.name, number, field.dtype, viewed))
-        pieces.end(total)
-        row_pieces.end(row_total)
+                row_pieces.append((field.name, row_offsets[field.name], nbytes, field.dtype, viewed))
         return Plan(
             layout=self,
             lengths=counted,
@@ -428,11 +417,9 @@ class Layout:
             total=total,
             row_runs=tuple(runs),
             row_total=row_total,
-            pieces=tuple(pieces.sizes),
-            views=tuple(views),
-            other_views=tuple(view for view in views if view[0] not in row_offsets),
-            row_pieces=tuple(row_pieces.sizes),
-            row_views=tuple(row_views),
+            cut=Cut.of(pieces, total),
+            other_cut=Cut.of([piece for piece in pieces if piece[0] not in row_offsets], total),
+            row_cut=Cut.of(row_pieces, row_total),
             all_bits=sum(place.bit for place in places if place.nbytes),
         )
 
@@ -443,27 +430,6 @@ class Layout:
             offsets.append(end)
             end += _aligned(lengths[field.counts] * field.entry_bytes)
         return offsets, end
-
-
-class _Pieces:
-    """Sizes of consecutive pieces of memory: the ones asked for, and the gaps between them."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self._end = 0
-
-    def add(self, offset: int, nbytes: int) -> int:
-        """A piece that begins at `offset`, at or behind the end of the last; returns its number."""
-        self.end(offset)
-        self.sizes.append(nbytes)
-        self._end += nbytes
-        return len(self.sizes) - 1
-
-    def end(self, offset: int) -> None:
-        """Go on at `offset`."""
-        if offset > self._end:
-            self.sizes.append(offset - self._end)
-            self._end = offset
 
 
 def _aligned(nbytes: int) -> int:

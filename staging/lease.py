@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staging._fill import readable, write_column
+from staging._fill import all_plain, readable, write_column
+from staging._prepared import Prepared
 from staging._slots import Slot
 from staging.errors import FieldError, LeaseError
 from staging.layout import ROWS, Layout, Place, Plan
@@ -34,7 +36,7 @@ class Lease:
     could not be taken back when the slot moves on.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_generation", "_plan", "_pool", "_slot", "_written")
+    __slots__ = ("__weakref__", "_claim", "_generation", "_plan", "_pool", "_prepared", "_slot", "_written")
 
     def __init__(self, pool: StagingPool, plan: Plan) -> None:
         self._pool = pool
@@ -43,6 +45,7 @@ class Lease:
         self._slot = NOWHERE
         self._generation = -1
         self._written = 0
+        self._prepared: Prepared | None = None  # the slot's views, while it is open
         self._claim: object = None  # of the upload that ended it
 
     @property
@@ -85,11 +88,26 @@ class Lease:
                 f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
                 f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
             )
-        if type(values) is np.ndarray and values.dtype == place.numpy_dtype and values.shape == place.shape:
-            self._check_open("write")
-            self._column(place)[...] = values
-            self._written |= place.bit
-            return
+        kind = type(values)
+        if (kind is list or kind is tuple or kind is np.ndarray) and self._slot.buffer is not None:
+            if self._slot.generation != self._generation:
+                self._check_open("write")
+            prepared = self._prepared or self._prepare()
+            column = prepared.columns.get(name) or prepared.column(place)
+            if kind is np.ndarray:
+                if values.dtype == place.numpy_dtype and values.shape == place.shape:
+                    column.array[...] = values
+                    self._written |= column.bit
+                    return
+            elif len(values) == column.length and all_plain(values, column.plain):
+                self._written &= ~column.bit
+                try:
+                    column.pack(prepared.array, column.offset, *values)
+                except (struct.error, OverflowError):
+                    pass  # the slow way below says which value does not fit
+                else:
+                    self._written |= column.bit
+                    return
         values = readable(values)  # code of the caller's may run here, and end this very lease: before the check
         self._check_open("write")
         self._written &= ~place.bit
@@ -103,9 +121,11 @@ class Lease:
         `layout` must be a field of the leased layout with the same dtype and shape. Raises `FieldError` for a
         mismatch, `LeaseError` after the end.
         """
-        layout = self.layout if layout is None else layout
+        if layout is None:
+            layout = self._plan.layout
         table = records if isinstance(records, np.ndarray) else layout.join(records)
-        self._check_open("write")
+        if self._slot.generation != self._generation:
+            self._check_open("write")
         if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:
             raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
         rows = self._plan.lengths.get(ROWS, 0)
@@ -115,12 +135,15 @@ class Lease:
             for run in self._plan.record_runs(layout):  # there is nothing to move, but the layout is checked
                 self._written |= run.bits
             return
-        targets = self._slot.views(self._plan).records(layout)
+        prepared = self._prepared or self._prepare()
+        targets = prepared.targets
+        if targets.layout is not layout:
+            targets = prepared.records(layout)
         if not table.flags.c_contiguous:
             table = np.ascontiguousarray(table)
-        for run, target in targets:
-            target[...] = np.ndarray(run.target_shape, run.dtype, table, run.record, run.record_strides)
-            self._written |= run.bits
+        for shape, dtype, offset, strides, target in targets.runs:
+            target[...] = np.ndarray(shape, dtype, table, offset, strides)
+        self._written |= targets.bits
 
     def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:
         """Queue the one copy on the stream that is current now, and give up the slot; returns the device tensors.
@@ -165,7 +188,11 @@ class Lease:
                 f"to somebody else; take a new lease from {self._pool!r}"
             )
 
+    def _prepare(self) -> Prepared:
+        prepared = self._prepared = self._slot.views(self._plan)
+        return prepared
+
     def _column(self, place: Place) -> npt.NDArray[Any]:
         if self._slot.buffer is None:
             return np.empty(place.shape, place.numpy_dtype)  # a lease of zero bytes: values are checked all the same
-        return self._slot.views(self._plan).column(place)
+        return (self._prepared or self._prepare()).column(place).array

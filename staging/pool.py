@@ -176,32 +176,34 @@ class StagingPool:
         is being captured on the current stream, `PinningError` when a larger buffer cannot be had, and `PoolClosed`,
         `PoolBroken` or `PoolForked` when the pool is of no use any more. In each case no slot is taken.
         """
-        ring = self._ring
+        ring, device = self._ring, self._device
         try:
             plan = layout.plan(lengths)
-            seconds = self.timeout if isinstance(timeout, _Unset) else _checked_timeout(timeout)
+            if timeout is not _POOLS_TIMEOUT:
+                timeout = _checked_timeout(timeout)  # type: ignore[arg-type]
             lease = Lease(self, plan)
             if ring.refusal is not None:
                 raise ring.refused()
-            if plan.total > self.max_bytes:
+            need = plan.total
+            if need > self.max_bytes:
                 raise LeaseTooLarge(
-                    f"{layout!r} with {_lengths(plan)} needs {plan.total} bytes, {self!r} allows {self.max_bytes} in "
+                    f"{layout!r} with {_lengths(plan)} needs {need} bytes, {self!r} allows {self.max_bytes} in "
                     f"one upload; build smaller batches, or the pool with a larger max_bytes"
                 )
-            if not plan.total:
+            if not need:
                 return self._empty(lease)
-            if self._device.capturing():
+            if device.capturing(device.current_stream()):
                 raise CaptureError(_capture_message(f"lease from {self!r}"))
             with ring.lock:
-                slot = ring.choose(lease, plan.total)
-                ready = slot is not None and slot.capacity >= plan.total
+                slot = ring.choose(lease, need)
+                ready = slot is not None and slot.capacity >= need
                 if ready:
                     ring.counters.leases_ready += 1
                     ring.in_a_row = 0
                     if ring.watch is not None:
                         ring.watch.leased(lease._slot, plan)
             if not ready:
-                self._obtain(lease, slot, seconds)
+                self._obtain(lease, slot, self.timeout if timeout is _POOLS_TIMEOUT else timeout)  # type: ignore[arg-type]
         except BaseException as error:
             with ring.lock:
                 if isinstance(error, PoolExhausted):
@@ -522,7 +524,8 @@ class StagingPool:
 
     def _upload(self, lease: Lease, out: torch.Tensor | None, after: Any) -> Upload:
         slot, plan, device, ring = lease._slot, lease._plan, self._device, self._ring
-        lease._check_open("upload")
+        if slot.generation != lease._generation:
+            lease._check_open("upload")
         if ring.refusal is not None and not isinstance(ring.refusal, PoolClosed):
             raise ring.refused()  # broken or forked; a pool that is closing still waits for this upload
         missing = plan.all_bits & ~lease._written
@@ -532,20 +535,25 @@ class StagingPool:
                 f"cannot upload {lease!r}: {names} never written, the slot still holds an older batch's bytes"
             )
         try:
-            if slot.buffer is not None and device.capturing():
-                raise CaptureError(_capture_message(f"upload {lease!r}"))
-            if ring.watch is not None and slot.buffer is not None:
-                with ring.lock:
-                    ring.watch.uploading(slot, plan)
-            # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
-            if out is None:
-                tensors: dict[str, torch.Tensor] = {}
-                landing = device.empty(plan.total)
-                rows = device.empty(plan.row_total) if plan.row_runs else None
-            else:
-                landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
-                rows = None
             stream = device.current_stream()
+            if slot.buffer is not None:
+                if device.capturing(stream):
+                    raise CaptureError(_capture_message(f"upload {lease!r}"))
+                if ring.watch is not None:
+                    with ring.lock:
+                        ring.watch.uploading(slot, plan)
+            # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
+            rows: torch.Tensor | None = None
+            if out is not None:
+                landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
+            else:
+                landing = device.empty(plan.total)
+                if plan.row_runs:
+                    rows = device.empty(plan.row_total)
+                    found = plan.other_cut.tensors(landing) | plan.row_cut.tensors(rows)
+                    tensors = {name: found[name] for name in plan.by_name}
+                else:
+                    tensors = plan.cut.tensors(landing)
             if after is not None:
                 device.wait(stream, after)  # nothing of ours is queued yet: an unsuitable event costs nothing
         except Exception as error:
@@ -558,23 +566,25 @@ class StagingPool:
                 ring.claim(lease, token)
             if slot.buffer is not None:
                 slot.stream = stream
-                device.copy(landing, slot.views(plan).source, stream)
+                device.copy(landing, (lease._prepared or slot.views(plan)).source, stream)
                 if rows is not None:
                     device.copy_on_device(rows, landing, plan.row_runs, stream)
                 device.record(slot.event, stream)  # behind both: `Upload.wait` waits for all of it
                 with ring.lock:
                     ring.uploaded(slot, plan)
+                lease._prepared = None  # or an upload that is kept would keep a buffer that was replaced
         except BaseException as error:
             # Whether the copy was queued is not known, and the event says nothing about it.
             with ring.lock:
                 ring.upload_failed(lease, token, error)
             self._log_notes()
             raise
-        return Upload(self, slot, lease._generation + 1, plan, landing, rows, stream, tensors, out is None)
+        return Upload(lease, tensors, landing if out is None else None, rows, stream)
 
     def _discard(self, lease: Lease) -> None:
         if lease._generation != lease._slot.generation:
             return
+        lease._prepared = None
         # Not waiting where the lock is taken: a generator that holds a lease may be closed by garbage collection, in
         # the middle of one of the ring's own methods. Whoever leases next, or asks for stats, finds it.
         self._ring.discarded.append((lease._slot, lease._generation))
@@ -584,12 +594,13 @@ class StagingPool:
         with self._ring.lock:
             self._ring.drain_discarded()
 
-    def _wait_for_upload(self, slot: Slot, generation: int, stream: Any) -> None:
+    def _wait_for_upload(self, lease: Lease, stream: Any) -> None:
         if isinstance(self._ring.refusal, PoolForked):
             raise self._ring.refused()
+        slot = lease._slot
         with self._ring.lock:
             # A slot that was handed out again had its copy seen done, and its event belongs to another upload now.
-            if slot.generation == generation and slot.buffer is not None:
+            if slot.generation == lease._generation + 1 and slot.buffer is not None:
                 self._device.wait(stream, slot.event)
 
     def _new_destination(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -133,7 +133,7 @@ class SimulatedDevice:
     def same_stream(self, stream: int, current: int) -> bool:
         return stream == current
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: int) -> bool:
         return self.capturing_now
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:

@@ -36,7 +36,7 @@ class OnPaper(CudaDevice):
     def current_stream(self) -> int:
         return 0
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: Any) -> bool:
         return False
 
     def new_event(self) -> Any:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from staging import Field, Layout, LeaseError, PoolExhausted, StagingPool
-from staging._slots import Slot, State
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int32)], "column")
@@ -75,22 +74,17 @@ def test_a_lease_discarded_twice_while_the_ring_is_busy_is_given_back_once(
 def test_an_upload_cut_off_twice_while_it_is_booked_is_healed(device: SimulatedDevice, make_pool: MakePool) -> None:
     """One interrupt before the slot is in flight, the next before it is quarantined: the lease's end is still seen."""
     pool = make_pool(device, slots=1, max_slots=1, timeout=0)
-    ring, enter = pool._ring, pool._ring._enter
+    ring = pool._ring
     lease = pool.lease(COLUMN, rows=1)
     lease["column"] = 1
 
-    def interrupted(slot: Slot, state: State) -> None:
-        if state is State.IN_FLIGHT:
-            raise KeyboardInterrupt
-        enter(slot, state)
-
-    def interrupted_again(*_: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    ring._enter, ring.upload_failed = interrupted, interrupted_again  # type: ignore[method-assign]
+    ring.uploaded = ring.upload_failed = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         lease.upload()
-    del ring._enter, ring.upload_failed
+    del ring.uploaded, ring.upload_failed
     del lease
     gc.collect()
     device.finish_all()
