@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from staging._device import HostBuffer
+from staging._device import HostBuffer, copy_runs
 from staging.errors import PinningError, StagingError
 
 _LEGACY_DEFAULT = 0
@@ -63,8 +63,8 @@ class CudaDevice:
         # torch's pinned allocator rounds each block up to a power of two; that is what is locked.
         return HostBuffer(tensor, array, pinned, 1 << (nbytes - 1).bit_length() if pinned else 0)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device=self.torch_device)
 
     def current_stream(self) -> int:
         return self._raw_stream(self._index)
@@ -90,8 +90,7 @@ class CudaDevice:
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        for start, to, nbytes in runs:
-            rows[to : to + nbytes].copy_(landing[start : start + nbytes])
+        copy_runs(rows, landing, runs)
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]

@@ -41,8 +41,8 @@ class Device(Protocol):
     def host_buffer(self, nbytes: int, *, pinned: bool) -> HostBuffer:
         """Make host memory; `PinningError` when it cannot be had."""
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """A fresh uint8 device allocation, belonging to the current stream."""
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A fresh one-dimensional device allocation, belonging to the current stream."""
 
     def current_stream(self) -> Any:
         """The stream that is current now on this device, for this thread."""
@@ -54,12 +54,13 @@ class Device(Protocol):
         """Whether a graph is being captured on `stream`, which is the current one."""
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Queue the copy of `source`, a slot's bytes, to `landing`, as long, on `stream`, which is the current one."""
+        """Queue the copy of `source`, a slot's bytes, to `landing`, of the same dtype and size, on `stream`, which is the
+        current one."""
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
     ) -> None:
-        """Queue, behind the copy to `landing`, device copies to `rows`: (from, to, bytes) each."""
+        """Queue, behind the copy to `landing`, device copies to `rows`: (from, to, how many) each, in bytes."""
 
     def new_event(self) -> Any:
         """An event that was never recorded."""
@@ -120,6 +121,13 @@ def pageable_buffer(nbytes: int) -> HostBuffer:
     return HostBuffer(tensor, tensor.numpy(), pinned=False, locked_bytes=0)
 
 
+def copy_runs(rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy (from, to, how many) bytes each from `landing` to `rows`, on the device of both."""
+    rows, landing = rows.view(torch.uint8), landing.view(torch.uint8)
+    for start, to, nbytes in runs:
+        rows[to : to + nbytes].copy_(landing[start : start + nbytes])
+
+
 class CpuDevice:
     """The host as its own device: the copy is a memcpy, done when the call returns. Never touches CUDA."""
 
@@ -129,8 +137,8 @@ class CpuDevice:
     def host_buffer(self, nbytes: int, *, pinned: bool) -> HostBuffer:
         return pageable_buffer(nbytes)  # nothing reads it asynchronously, so there is nothing to pin
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device="cpu")
 
     def current_stream(self) -> None:
         return None
@@ -149,8 +157,7 @@ class CpuDevice:
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
     ) -> None:
-        for start, to, nbytes in runs:
-            rows[to : to + nbytes].copy_(landing[start : start + nbytes])
+        copy_runs(rows, landing, runs)
 
     def new_event(self) -> None:
         return None

@@ -60,6 +60,6 @@ class Destinations:
         if len(known.views) >= MOST:
             known.views.clear()
         # Not a slice of `out` itself: torch's views keep the tensor they are taken from, and it would stay.
-        landing = out.detach()[: plan.total]
+        landing = out.detach()[: plan.total].view(plan.cut.dtype)
         found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, plan.cut.tensors(landing))
         return found

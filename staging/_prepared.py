@@ -34,8 +34,8 @@ class Prepared:
         self._plan = plan
         self._records: dict[Layout, Targets] = {}
         self.array = buffer.array
-        self.source: torch.Tensor = buffer.tensor[: plan.total]
-        """The bytes that the copy reads."""
+        self.source: torch.Tensor = buffer.tensor[: plan.total].view(plan.cut.dtype)
+        """What the copy reads."""
         self.columns: dict[str, Column] = {}
         """Those that were written so far, by name; `column` makes one."""
         self.targets = Targets(None, 0, ())

@@ -408,6 +408,7 @@ class Layout:
             pieces.append((field.name, offset, nbytes, field.dtype, viewed))
             if field.name in row_offsets:
                 row_pieces.append((field.name, row_offsets[field.name], nbytes, field.dtype, viewed))
+        cut = Cut.of(pieces, total)
         return Plan(
             layout=self,
             lengths=counted,
@@ -417,8 +418,8 @@ class Layout:
             total=total,
             row_runs=tuple(runs),
             row_total=row_total,
-            cut=Cut.of(pieces, total),
-            other_cut=Cut.of([piece for piece in pieces if piece[0] not in row_offsets], total),
+            cut=cut,
+            other_cut=Cut.of([piece for piece in pieces if piece[0] not in row_offsets], total, cut.dtype),
             row_cut=Cut.of(row_pieces, row_total),
             all_bits=sum(place.bit for place in places if place.nbytes),
         )

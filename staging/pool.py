@@ -547,9 +547,9 @@ class StagingPool:
             if out is not None:
                 landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
             else:
-                landing = device.empty(plan.total)
+                landing = device.empty(plan.cut.elements, plan.cut.dtype)
                 if plan.row_runs:
-                    rows = device.empty(plan.row_total)
+                    rows = device.empty(plan.row_cut.elements, plan.row_cut.dtype)
                     found = plan.other_cut.tensors(landing) | plan.row_cut.tensors(rows)
                     tensors = {name: found[name] for name in plan.by_name}
                 else:

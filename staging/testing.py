@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from staging._device import HostBuffer, pageable_buffer
+from staging._device import HostBuffer, copy_runs, pageable_buffer
 from staging.errors import PinningError
 
 _CALLS = ("host_buffer", "empty", "copy", "copy_on_device", "record", "done", "wait")
@@ -96,7 +96,7 @@ class SimulatedDevice:
             self.violations.append(Violation(ran.number, int(differs.nonzero()[0])))
             ran.landing[differs] = ran.source[differs]
             if ran.rows is not None:
-                _copy_runs(ran.rows, ran.landing, ran.runs)
+                copy_runs(ran.rows, ran.landing, ran.runs)
 
     def finish_all(self) -> None:
         """Let every queued copy run, the oldest first."""
@@ -123,9 +123,9 @@ class SimulatedDevice:
         buffer = pageable_buffer(nbytes)
         return attrs.evolve(buffer, pinned=pinned, locked_bytes=nbytes if pinned else 0)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         self._enter("empty")
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return torch.empty(elements, dtype=dtype, device="cpu")
 
     def current_stream(self) -> int:
         return self.stream
@@ -138,6 +138,7 @@ class SimulatedDevice:
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         fault = self._enter("copy")
+        landing, source = landing.view(torch.uint8), source.view(torch.uint8)  # a NaN differs from itself, bytes do not
         landing.copy_(source)
         self.copies.append(SimulatedCopy(self._queued, stream, landing, source, source.clone()))
         self._queued += 1
@@ -148,8 +149,8 @@ class SimulatedDevice:
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
         fault = self._enter("copy_on_device")
-        _copy_runs(rows, landing, runs)
-        self.copies[-1].rows, self.copies[-1].runs = rows, tuple(runs)
+        copy_runs(rows, landing, runs)
+        self.copies[-1].rows, self.copies[-1].runs = rows.view(torch.uint8), tuple(runs)
         if fault:
             raise fault
 
@@ -196,8 +197,3 @@ class SimulatedDevice:
                 raise error
             return error
         return None
-
-
-def _copy_runs(rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
-    for start, to, nbytes in runs:
-        rows[to : to + nbytes] = landing[start : start + nbytes]

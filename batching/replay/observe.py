@@ -71,14 +71,14 @@ class ObservedDevice:
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         upload = self._timeline.uploads + 1
-        self._timeline.on_device("copy", self._inner.copy, landing, source, stream, upload=upload, bytes=source.numel())
+        self._timeline.on_device("copy", self._inner.copy, landing, source, stream, upload=upload, bytes=source.nbytes)
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
     ) -> None:
         upload = self._timeline.uploads + 1
         self._timeline.on_device(
-            "copy on device", self._inner.copy_on_device, rows, landing, runs, stream, upload=upload, bytes=rows.numel()
+            "copy on device", self._inner.copy_on_device, rows, landing, runs, stream, upload=upload, bytes=rows.nbytes
         )
 
     def new_event(self) -> ObservedEvent:

@@ -30,8 +30,8 @@ COLUMN = Layout([Field("column", torch.int64)])
 class OnPaper(CudaDevice):
     """The seam with CUDA where there is none: host memory is had as on a real device, the rest is the host's."""
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device="cpu")
 
     def current_stream(self) -> int:
         return 0

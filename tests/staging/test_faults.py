@@ -227,11 +227,11 @@ def test_without_memory_for_the_second_allocation_nothing_is_queued(
         lease["column"] = lease["ids"] = 1
         plain, sizes = device.empty, []
 
-        def second_fails(nbytes: int) -> torch.Tensor:
-            sizes.append(nbytes)
+        def second_fails(elements: int, dtype: torch.dtype) -> torch.Tensor:
+            sizes.append(elements)
             if len(sizes) == 2:
                 raise MemoryError("device full")
-            return plain(nbytes)
+            return plain(elements, dtype)
 
         device.empty = second_fails  # type: ignore[method-assign]
         with pytest.raises(MemoryError):

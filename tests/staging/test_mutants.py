@@ -99,11 +99,11 @@ def test_of_two_uploads_at_once_the_one_that_comes_too_late_harms_nothing(make_p
     in_empty, claimed, failed = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(SimulatedDevice):
-        def empty(self, nbytes: int) -> torch.Tensor:
+        def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
             if threading.current_thread().name == "late":
                 in_empty.set()
                 claimed.wait(20)
-            return super().empty(nbytes)
+            return super().empty(elements, dtype)
 
         def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
             claimed.set()
