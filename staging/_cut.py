@@ -44,7 +44,8 @@ class Cut:
         if total > end:
             sizes.append(total - end)
         if dtype is None:
-            usual = [usual for usual, _ in Counter(piece[3] for piece in pieces).most_common()]
+            # Not booleans: torch may turn another field's bytes into 0 and 1 when it copies them as such.
+            usual = [one for one, _ in Counter(piece[3] for piece in pieces).most_common() if one is not torch.bool]
             dtype = next((one for one in usual if all(size % one.itemsize == 0 for size in sizes)), torch.uint8)
         return cls(
             dtype=dtype,

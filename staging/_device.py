@@ -54,8 +54,7 @@ class Device(Protocol):
         """Whether a graph is being captured on `stream`, which is the current one."""
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Queue the copy of `source`, a slot's bytes, to `landing`, of the same dtype and size, on `stream`, which is the
-        current one."""
+        """Queue the copy of `source`, a slot's bytes, to `landing`, of its dtype and size, on `stream`, the current one."""
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any
@@ -122,10 +121,11 @@ def pageable_buffer(nbytes: int) -> HostBuffer:
 
 
 def copy_runs(rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy (from, to, how many) bytes each from `landing` to `rows`, on the device of both."""
-    rows, landing = rows.view(torch.uint8), landing.view(torch.uint8)
+    """Copy (from, to, how many) bytes each from `landing` to `rows`, of one dtype, on the device of both."""
+    size = landing.itemsize
     for start, to, nbytes in runs:
-        rows[to : to + nbytes].copy_(landing[start : start + nbytes])
+        part = landing[start // size : (start + nbytes) // size]
+        (rows if nbytes == rows.nbytes else rows[to // size : (to + nbytes) // size]).copy_(part)
 
 
 class CpuDevice:

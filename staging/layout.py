@@ -420,7 +420,7 @@ class Layout:
             row_total=row_total,
             cut=cut,
             other_cut=Cut.of([piece for piece in pieces if piece[0] not in row_offsets], total, cut.dtype),
-            row_cut=Cut.of(row_pieces, row_total),
+            row_cut=Cut.of(row_pieces, row_total, cut.dtype),
             all_bits=sum(place.bit for place in places if place.nbytes),
         )
 

@@ -149,8 +149,9 @@ class SimulatedDevice:
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
         fault = self._enter("copy_on_device")
-        copy_runs(rows, landing, runs)
-        self.copies[-1].rows, self.copies[-1].runs = rows.view(torch.uint8), tuple(runs)
+        rows = rows.view(torch.uint8)
+        copy_runs(rows, landing.view(torch.uint8), runs)
+        self.copies[-1].rows, self.copies[-1].runs = rows, tuple(runs)
         if fault:
             raise fault
 

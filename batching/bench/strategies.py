@@ -284,15 +284,13 @@ class Ours:
         with self.pool.lease(COLUMNS, rows=len(requests)) as lease:
             for name, values in zip(NAMES, columns(requests), strict=True):
                 lease[name] = values
-            upload = lease.upload(self.out)
-        return {name: upload[name] for name in NAMES}  # asked for by name, should views ever be made when asked for
+            return lease.upload(self.out)
 
     def by_records(self, batch: Batch) -> Tensors:
         requests = batch.requests
         with self.pool.lease(COLUMNS, rows=len(requests)) as lease:
             lease.write_records(joined(requests))
-            upload = lease.upload(self.out)
-        return {name: upload[name] for name in NAMES}
+            return lease.upload(self.out)
 
 
 class Floor:
