@@ -54,7 +54,7 @@ class Device(Protocol):
         """Whether a graph is being captured on `stream`, which is the current one."""
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Queue the copy of `source`, a slot's bytes, to `landing`, of its dtype and size, on `stream`, the current one."""
+        """Queue the copy of `source`, a slot's bytes, to `landing`, of its dtype and size, on the current `stream`."""
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any

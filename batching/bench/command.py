@@ -17,6 +17,8 @@ import torch
 from tqdm import tqdm
 
 from batching.arguments import chosen_device, positive
+from batching.bench.document import DocumentError, load, parse
+from batching.bench.page import page
 from batching.bench.report import as_json, markdown
 from batching.bench.sections import SECTIONS, Settings, bench_pool, compare_all, steps, time_all
 from batching.bench.timing import Machine
@@ -61,15 +63,18 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="of the generated requests")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result as JSON")
+    parser.add_argument(
+        "--report", type=Path, metavar="PATH", help="also write one HTML page: before and after as a timeline, charts"
+    )
+    parser.add_argument(
+        "--from", type=Path, dest="kept", metavar="PATH",
+        help="measure nothing: write the page of --report from a result that --json kept",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The command itself; returns the exit status."""
-    path: Path | None = arguments.json
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        print(f"bench: cannot write {path}: it is a folder, or its folder does not exist", file=sys.stderr)
-        return 2  # now, rather than after minutes of measuring
     settings = Settings(
         rows=arguments.rows,
         repeats=arguments.repeats,
@@ -78,9 +83,20 @@ def run(arguments: argparse.Namespace) -> int:
         sections=arguments.sections,
         seed=arguments.seed,
     )
+    asked_to_measure = settings != Settings() or arguments.device != "auto" or arguments.json is not None
+    mistake = _mistake(arguments.json, arguments.report, arguments.kept, asked_to_measure)
+    if mistake:
+        print(f"bench: {mistake}", file=sys.stderr)
+        return 2  # now, rather than after minutes of measuring
     try:
+        if arguments.kept is not None:
+            _write(arguments.report, page(load(arguments.kept)))
+            return 0
         with bench_pool(chosen_device(arguments.device)) as pool:
-            return _run(pool, settings, path)
+            return _run(pool, settings, arguments.json, arguments.report)
+    except (DocumentError, _NotWritten) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     except (StagingError, torch.OutOfMemoryError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -89,7 +105,22 @@ def run(arguments: argparse.Namespace) -> int:
         return 130
 
 
-def _run(pool: StagingPool, settings: Settings, path: Path | None) -> int:
+def _mistake(json_path: Path | None, report: Path | None, kept: Path | None, asked_to_measure: bool) -> str | None:
+    """What is wrong with the paths, if anything."""
+    if kept is not None and report is None:
+        return f"--from {kept} says what to make a page of; say where with --report PATH"
+    if kept is not None and asked_to_measure:
+        return f"--from {kept} measures nothing; leave out every option but --report"
+    given = [path for path in (json_path, report, kept) if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        return f"{report} would be written over the result; give --report a path of its own"
+    for path in (json_path, report):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            return f"cannot write {path}: it is a folder, or its folder does not exist"
+    return None
+
+
+def _run(pool: StagingPool, settings: Settings, json_path: Path | None, report: Path | None) -> int:
     machine = Machine(pool.device)
     # disable=None: no bar where the output is no terminal.
     with tqdm(total=steps(settings, pool.device), desc="bench", unit="step", disable=None, leave=False) as bar:
@@ -102,13 +133,23 @@ def _run(pool: StagingPool, settings: Settings, path: Path | None) -> int:
         results = time_all(machine, pool, settings, bar.update)
     about = _about(pool, settings)
     print(markdown(about, settings, results))
-    if path is not None:
-        try:
-            path.write_text(json.dumps(as_json(about, settings, results), indent=2) + "\n")
-        except OSError as error:
-            print(f"bench: cannot write {path}: {error.strerror}", file=sys.stderr)
-            return 2
+    document = json.dumps(as_json(about, settings, results), indent=2) + "\n"
+    if json_path is not None:
+        _write(json_path, document)
+    if report is not None:
+        _write(report, page(parse(json.loads(document))))  # from what is kept, so that both ways make the same page
     return 0
+
+
+class _NotWritten(Exception):
+    """A file that could not be written, and why."""
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")  # JSON knows halves of surrogate pairs
+    except OSError as error:
+        raise _NotWritten(f"cannot write {path}: {error.strerror}") from error
 
 
 def _about(pool: StagingPool, settings: Settings) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def as_json(about: dict[str, Any], settings: Settings, results: Results) -> dict
     return {
         **about,
         "settings": attrs.asdict(settings, filter=lambda attribute, _: attribute.name != "shapes"),
+        "queued_work_us": BUSY_SECONDS * 1e6,
         "host": by_rows(results.host),
         "queued": queued,
         "copies": results.copies and {str(rows): numbers for rows, numbers in results.copies.items()},

@@ -14,15 +14,49 @@ import attrs
 import torch
 from tqdm import tqdm
 
-from batching.arguments import chosen_device, device_name, positive, wrapped
+from batching.arguments import (
+    CommandError,
+    chosen_device,
+    device_name,
+    duration,
+    is_out_of_memory,
+    lessons,
+    number,
+    output,
+    pool_rows,
+    positive,
+    table,
+    whole,
+    write_output,
+)
 from batching.replay.observe import ObservedPool, ObservedScheduler
 from batching.replay.scheduler import Result, Scheduler, Settings
+from batching.replay.serve import MetricsServer
 from batching.replay.timeline import STEPS, Timeline, TimelineError
-from batching.replay.trace import TraceError, builtin_trace, read_trace
+from batching.replay.trace import TraceError, TraceRequest, builtin_trace, read_trace
 from staging import PoolStats, StagingError, StagingPool
 from staging._device import open_device
 
 _SHOWN_BAD_ROWS = 5
+_MOST_SLOTS = 1024
+_MOST_ROWS = 1 << 16
+_MOST_AHEAD = 1000
+_DAY_S = 86_400
+_MINUTE_US = 60_000_000
+
+_DESCRIPTION = """\
+Replay recorded traffic through a small scheduler whose every upload goes
+through one StagingPool. With --check (the default) each batch is also built the
+plain way and by a naive oracle, and tensors and sampled tokens are compared bit
+for bit."""
+
+_EXAMPLES = {
+    "replay": "the built-in trace, every batch checked, on the GPU if there is one",
+    "replay trace.csv --requests 1000": "the first 1000 requests of a recorded trace",
+    "replay --slots 1 --ahead 4 --timeline replay.json": "too few slots; see the waits in https://ui.perfetto.dev",
+    "replay trace.jsonl --metrics-port 9400 --metrics-hold 60": "a Prometheus scrapes the run, and its end",
+    "replay trace.csv --no-check --json result.json": "no checks, the numbers for a script",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -30,140 +64,135 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay",
         help="replay recorded traffic through the pool and check every batch",
-        description="Replay recorded traffic through a small scheduler whose every upload goes through a StagingPool. "
-        "With --check (the default) each batch is also built the plain way and by a naive oracle, and tensors and "
-        "sampled tokens are compared bit for bit.",
-        epilog="Exit status: 0 done with 0 mismatches, 1 mismatches found, 2 it could not be run, 130 interrupted.",
+        description=_DESCRIPTION,
+        epilog=lessons(_EXAMPLES, {0: "done, 0 mismatches", 1: "mismatches found"}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "trace", nargs="?", type=Path, metavar="TRACE",
         help="an Azure CSV or Mooncake JSONL file, recognised by its content; without it a small built-in trace",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
-    )
     parser.add_argument("--requests", type=positive, metavar="N", help="replay the first N requests only")
-    parser.add_argument("--max-batch", type=positive, default=256, metavar="N", help="running requests (default 256)")
-    parser.add_argument("--slots", type=positive, default=4, metavar="N", help="slots of the ring; it may grow to 2 N")
-    parser.add_argument(
-        "--ahead", type=_count, default=Settings().ahead, metavar="N",
-        help="iterations built before the tokens of one are read (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kv-tokens", type=positive, metavar="N", help="KV indices (default: room for ten of the longest requests)"
-    )
-    parser.add_argument(
-        "--forward-us", type=float, default=Settings().forward_us, metavar="US",
-        help="microseconds that a forward keeps a CUDA device busy (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare every batch (default), or do not"
-    )
     parser.add_argument(
         "--skip-bad-rows", action="store_true", help="leave malformed rows of TRACE out, and count them"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result as JSON")
     parser.add_argument(
-        "--timeline", type=Path, metavar="PATH",
-        help="also write what host, device and slots did when, in the Chrome trace format, which Perfetto opens",
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare every batch (default), or do not"
+    )
+    machine = parser.add_argument_group("the scheduler and its pool")
+    machine.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
+    )
+    machine.add_argument(
+        "--slots", type=whole(1, _MOST_SLOTS), default=4, metavar="N",
+        help="slots of the ring (default %(default)s); it may grow to 2 N",
     )  # fmt: skip
-    parser.add_argument(
+    machine.add_argument(
+        "--ahead", type=whole(0, _MOST_AHEAD), default=Settings().ahead, metavar="N",
+        help="iterations built before the tokens of one are read (default %(default)s)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--max-batch", type=whole(1, _MOST_ROWS), default=256, metavar="N",
+        help="requests in the running batch (default %(default)s)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--kv-tokens", type=whole(1, torch.iinfo(torch.int32).max), metavar="N",
+        help="KV indices (default: room for ten of the longest requests)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--forward-us", type=number(0, _MINUTE_US), default=Settings().forward_us, metavar="US",
+        help="microseconds that a forward keeps a CUDA device busy (default %(default)g)",
+    )  # fmt: skip
+    results = parser.add_argument_group("what comes out, besides the table")
+    results.add_argument("--json", type=output, metavar="PATH", help="the result as JSON")
+    results.add_argument(
+        "--timeline", type=Path, metavar="PATH",
+        help="what host, device and slots did when, in the Chrome trace format, which Perfetto opens",
+    )  # fmt: skip
+    results.add_argument(
         "--timeline-steps", type=positive, default=STEPS, metavar="N",
         help="iterations that the timeline records (default %(default)s)",
+    )  # fmt: skip
+    results.add_argument(
+        "--metrics-port", type=whole(0, 65_535), metavar="PORT",
+        help="serve the pool's metrics to Prometheus on 127.0.0.1 while the replay runs; 0: a free port, which is "
+        "printed (needs the extra 'metrics')",
+    )  # fmt: skip
+    results.add_argument(
+        "--metrics-hold", type=number(0, _DAY_S), default=0, metavar="SECONDS",
+        help="keep serving after the table until they were scraped once more, for so many seconds at the most "
+        "(default 0)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The command itself; returns the exit status."""
-    bad_rows: list[TraceError] = []
     timeline: Timeline | None = None
-    unwritten: TimelineError | None = None
-    stats: PoolStats | None = None
     try:
+        _check(arguments)
         device = chosen_device(arguments.device)
         with ExitStack() as stack:
-            if arguments.timeline is not None:  # first: a place that cannot be written is found out at once
+            # First what may not be to be had: a port, a place for the timeline.
+            server = None
+            if arguments.metrics_port is not None:
+                server = stack.enter_context(MetricsServer(arguments.metrics_port))
+                print(f"replay: metrics at {server.address}", file=sys.stderr, flush=True)
+            if arguments.timeline is not None:
                 seam = open_device(device)
                 timeline = stack.enter_context(Timeline(arguments.timeline, seam, arguments.timeline_steps))
-            if arguments.trace is None:
-                trace = builtin_trace()[: arguments.requests]
-            else:
-                on_bad_row = bad_rows.append if arguments.skip_bad_rows else None
-                trace = read_trace(arguments.trace, limit=arguments.requests, on_bad_row=on_bad_row)
-            settings = Settings(
-                max_batch=arguments.max_batch,
-                ahead=arguments.ahead,
-                kv_tokens=arguments.kv_tokens,
-                forward_us=arguments.forward_us,
-            )
-            scheduler: Scheduler
-            if timeline is None:
-                pool = stack.enter_context(StagingPool(device, slots=arguments.slots, name="replay"))
-                scheduler = Scheduler(trace, pool, settings, check=arguments.check)
-            else:
-                observed = ObservedPool(timeline, slots=arguments.slots, name="replay")
-                pool = stack.enter_context(observed)
-                scheduler = ObservedScheduler(timeline, trace, observed, settings, check=arguments.check)
-            result = _replay(scheduler, len(trace))
+            trace, left_out = _trace(arguments)
+            pool = stack.enter_context(_pool(arguments, device, timeline))
+            if server is not None:
+                server.show(pool)
+            result = _replay(_scheduler(arguments, pool, timeline, trace), len(trace))
             stats = pool.stats()
-    except TimelineError as error:
-        if stats is None:
-            print(f"replay: {error}", file=sys.stderr)
-            return 2
-        unwritten, timeline = error, None  # the replay itself was done, and is reported
-    except (TraceError, StagingError) as error:
+            name = "built-in trace" if arguments.trace is None else arguments.trace.name
+            print(report(name, pool, result, stats, left_out), flush=True)
+            if arguments.json is not None:
+                document = as_json(name, pool, result, stats, left_out)
+                write_output(arguments.json, json.dumps(document, indent=2) + "\n")
+            if server is not None and arguments.metrics_hold:
+                server.hold(arguments.metrics_hold)  # before the pool is closed: its slots are in the numbers
+        if timeline is not None:  # it is written when all slots have come back
+            print(_row("timeline", _timeline_line(timeline)))
+    except (CommandError, StagingError, TimelineError, TraceError) as error:
         print(f"replay: {error}", file=sys.stderr)
+        _tell_partial(timeline)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0]
+        print(f"replay: {reason}; use a smaller --max-batch or --kv-tokens, or fewer --requests", file=sys.stderr)
         _tell_partial(timeline)
         return 2
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
         _tell_partial(timeline)
         return 130
-    for bad in bad_rows[:_SHOWN_BAD_ROWS]:
-        print(f"left out: {bad.path}, line {bad.line}: {bad.reason}", file=sys.stderr)
-    if len(bad_rows) > _SHOWN_BAD_ROWS:
-        print(f"left out: {len(bad_rows) - _SHOWN_BAD_ROWS} more rows", file=sys.stderr)
-    name = "built-in trace" if arguments.trace is None else arguments.trace.name
-    print(report(name, pool, result, stats, len(bad_rows), timeline))
-    if arguments.json is not None:
-        try:
-            arguments.json.write_text(json.dumps(as_json(name, pool, result, stats, len(bad_rows)), indent=2) + "\n")
-        except OSError as error:
-            print(f"replay: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
-            return 2
-    if unwritten is not None:
-        print(f"replay: {unwritten}", file=sys.stderr)
-        return 2
     return 1 if _mismatches(result) else 0
 
 
-def report(
-    name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int, timeline: Timeline | None = None
-) -> str:
+def report(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> str:
     """The table at the end."""
-    lines = [
-        ("trace", name + (f" ({bad_rows} malformed rows left out)" if bad_rows else "")),
-        ("device", f"{device_name(pool.device)}, host memory {pool.memory}, torch {torch.__version__}"),
-        ("requests", f"{result.requests:,} finished, {result.refused:,} refused as too long"),
-        ("prompt tokens", f"{result.prompt_tokens:,}, {result.cached_tokens:,} of them cached"),
-        ("longest prefix", f"{result.longest_prefix:,} tokens"),
-        ("output tokens", f"{result.output_tokens:,}, {result.overrun_tokens:,} more thrown away"),
-        ("steps", f"{result.prefill_steps:,} prefill, {result.decode_steps:,} decode, {result.filters:,} filters"),
-        ("time", f"{result.wall_ns / 1e9:.1f} s"),
-        ("host time per batch built", f"{_each(result.prefill_build_ns, result.prefill_steps)} prefill"),
-        ("", f"{_each(result.decode_build_ns, result.decode_steps)} decode"),
-        ("", f"{_each(result.filter_ns, result.filters)} filter"),
-        ("slots met in flight", f"{stats.met_in_flight:,}"),
-        ("mismatches", _mismatch_line(result)),
-    ]
-    if timeline is not None:
-        lines.append(("timeline", _timeline_line(timeline)))
-    width = max(len(label) for label, _ in lines) + 2
-    table = [f"{label:<{width}}{value}" for label, value in lines]
-    numbers = [f"{key} {value:,}" for key, value in stats.as_dict().items() if value]
-    table += wrapped(f"{'pool':<{width}}", numbers, width)
-    return "\n".join(table)
+    return table(
+        [
+            ("trace", name + (f" ({bad_rows:,} malformed rows left out)" if bad_rows else "")),
+            ("device", f"{device_name(pool.device)}, host memory {pool.memory}, torch {torch.__version__}"),
+            ("requests", f"{result.requests:,} finished, {result.refused:,} refused as too long"),
+            ("prompt tokens", f"{result.prompt_tokens:,}, {result.cached_tokens:,} of them cached"),
+            ("longest prefix", f"{result.longest_prefix:,} tokens"),
+            ("output tokens", f"{result.output_tokens:,}, {result.overrun_tokens:,} more thrown away"),
+            ("steps", f"{result.prefill_steps:,} prefill, {result.decode_steps:,} decode, {result.filters:,} filters"),
+            ("time", duration(result.wall_ns)),
+            (_WIDEST, f"{_each(result.prefill_build_ns, result.prefill_steps)} prefill"),
+            ("", f"{_each(result.decode_build_ns, result.decode_steps)} decode"),
+            ("", f"{_each(result.filter_ns, result.filters)} filter"),
+            *pool_rows(stats),
+            ("mismatches", _mismatch_line(result)),
+        ]
+    )
 
 
 def as_json(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> dict[str, Any]:
@@ -184,11 +213,66 @@ def as_json(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_
     }
 
 
+_WIDEST = "host time per batch built"
+"""The table's longest label."""
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What no single option shows to be wrong."""
+    if arguments.metrics_hold and arguments.metrics_port is None:
+        raise CommandError("--metrics-hold keeps metrics up, and none are served; give --metrics-port as well")
+    places = [path.absolute() for path in (arguments.json, arguments.timeline) if path is not None]
+    if len(set(places)) < len(places):
+        raise CommandError(f"--json and --timeline both name {arguments.json}; give each a file of its own")
+
+
+def _trace(arguments: argparse.Namespace) -> tuple[list[TraceRequest], int]:
+    """The requests, and how many malformed rows were left out; the first of these are told."""
+    if arguments.trace is None:
+        return builtin_trace()[: arguments.requests], 0
+    bad_rows: list[TraceError] = []
+    on_bad_row = bad_rows.append if arguments.skip_bad_rows else None
+    trace = read_trace(arguments.trace, limit=arguments.requests, on_bad_row=on_bad_row)
+    for bad in bad_rows[:_SHOWN_BAD_ROWS]:
+        print(f"left out: {bad.path}, line {bad.line}: {bad.reason}", file=sys.stderr)
+    if len(bad_rows) > _SHOWN_BAD_ROWS:
+        print(f"left out: {len(bad_rows) - _SHOWN_BAD_ROWS:,} more rows", file=sys.stderr)
+    return trace, len(bad_rows)
+
+
+def _pool(arguments: argparse.Namespace, device: str, timeline: Timeline | None) -> StagingPool:
+    try:
+        if timeline is not None:
+            return ObservedPool(timeline, slots=arguments.slots, name="replay")
+        return StagingPool(device, slots=arguments.slots, name="replay")
+    except ValueError as error:  # STAGING_MEMORY is another word
+        raise CommandError(str(error)) from error
+
+
+def _scheduler(
+    arguments: argparse.Namespace, pool: StagingPool, timeline: Timeline | None, trace: list[TraceRequest]
+) -> Scheduler:
+    settings = Settings(
+        max_batch=arguments.max_batch,
+        ahead=arguments.ahead,
+        kv_tokens=arguments.kv_tokens,
+        forward_us=arguments.forward_us,
+    )
+    if timeline is not None and isinstance(pool, ObservedPool):
+        return ObservedScheduler(timeline, trace, pool, settings, check=arguments.check)
+    return Scheduler(trace, pool, settings, check=arguments.check)
+
+
 def _replay(scheduler: Scheduler, requests: int) -> Result:
     total = requests - scheduler.result.refused
     # disable=None: no bar where the output is no terminal.
     with tqdm(total=total, desc="replay", unit="request", disable=None, leave=False) as bar:
         return scheduler.run(bar.update)
+
+
+def _row(label: str, value: str) -> str:
+    """A row of the table that comes later, on one line so that a path can be copied."""
+    return f"{label:<{len(_WIDEST) + 2}}{value}"
 
 
 def _timeline_line(timeline: Timeline) -> str:
@@ -213,11 +297,4 @@ def _mismatch_line(result: Result) -> str:
 
 
 def _each(total_ns: int, count: int) -> str:
-    return f"{total_ns / 1e3 / count:,.0f} us" if count else "no"
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is not 0 or more")
-    return value
+    return duration(total_ns / count) if count else "no"

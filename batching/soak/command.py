@@ -6,13 +6,11 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import platform
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,7 +18,22 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from batching.arguments import chosen_device, device_name, positive, wrapped
+from batching.arguments import (
+    CommandError,
+    chosen_device,
+    device_name,
+    duration,
+    is_out_of_memory,
+    lessons,
+    number,
+    output,
+    pool_rows,
+    positive,
+    size,
+    table,
+    whole,
+    write_output,
+)
 from batching.soak.plain import PlainWay
 from batching.soak.traffic import Result, Settings, Soak, open_seam
 from staging import StagingError, StagingPool
@@ -30,45 +43,82 @@ _TIMEOUT_S = 60.0
 """For a lease. Long: a machine with few cores and many threads may keep one waiting, which is no fault of the pool."""
 
 
+_MOST_THREADS = 1024
+_MOST_SLOTS = 1024
+_LEAST_S, _MONTH_S = 0.001, 2_592_000
+
+_DESCRIPTION = """\
+Random layouts, sizes, forms of values, threads, streams and delays on one
+StagingPool, for minutes. The device works out what each upload should hold, and
+counts what differs."""
+
+_EXAMPLES = {
+    "soak": "a minute of eight threads, on the GPU if there is one",
+    "soak --seconds 300 --threads 24": "longer, with more threads",
+    "soak --batches 500 --seed 7": "500 batches of each thread, with the choices of an earlier run",
+    "soak --device cuda --no-guard --seconds 10": "the positive control: without its guard the pool must be caught",
+    "soak --beside --batches 5000 --no-delays --warm": "host time of the pool beside that of the per-call way",
+}
+
+
 def add_parser(commands: Any) -> None:
     """Add `soak` to the subparsers of `python -m batching`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "soak",
         help="send random batches from many threads through the pool and check every upload on the device",
-        description="Random layouts, sizes, forms of values, threads, streams and delays on one StagingPool, for "
-        "minutes. The device works out what each upload should hold, and counts what differs.",
-        epilog="Exit status: 0 no mismatch, 1 mismatches (with --no-guard on CUDA that is what should come) or an "
-        "error in a thread, 2 the soak could not be run, 130 interrupted; the table then shows what was seen so far.",
+        description=_DESCRIPTION,
+        epilog=lessons(
+            _EXAMPLES,
+            {
+                0: "no mismatch",
+                1: "mismatches (with --no-guard on CUDA that is what should come), an error in a thread, "
+                "or statistics that do not add up",
+                130: "interrupted (Ctrl-C), after a table of what was seen so far",
+            },
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=_seconds, default=Settings().seconds, metavar="S", help="default 60")
+    traffic = parser.add_argument_group("the traffic")
+    length = traffic.add_mutually_exclusive_group()
+    length.add_argument(
+        "--seconds", type=number(_LEAST_S, _MONTH_S), default=Settings().seconds, metavar="S",
+        help="how long (default %(default)g)",
+    )  # fmt: skip
     length.add_argument("--batches", type=positive, metavar="N", help="batches of each thread, in place of --seconds")
-    parser.add_argument("--threads", type=positive, default=Settings().threads, metavar="N", help="default 8")
-    parser.add_argument("--slots", type=positive, default=4, metavar="N", help="slots of the ring (default 4)")
-    parser.add_argument("--max-slots", type=positive, metavar="N", help="how far it may grow (default: twice --slots)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of every random choice (default: a new one, printed)")
-    parser.add_argument(
+    traffic.add_argument(
+        "--threads", type=whole(1, _MOST_THREADS), default=Settings().threads, metavar="N",
+        help="threads that share the pool (default %(default)s)",
+    )  # fmt: skip
+    traffic.add_argument("--seed", type=int, metavar="N", help="of every random choice (default: a new one, printed)")
+    traffic.add_argument(
         "--delays", action=argparse.BooleanOptionalAction, default=True,
         help="pauses of host and device at random (default), or none, to measure host time",
     )  # fmt: skip
-    parser.add_argument(
+    machine = parser.add_argument_group("the pool")
+    machine.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
+    )
+    machine.add_argument(
+        "--slots", type=whole(1, _MOST_SLOTS), default=4, metavar="N", help="slots of the ring (default %(default)s)"
+    )
+    machine.add_argument(
+        "--max-slots", type=whole(1, _MOST_SLOTS), metavar="N", help="how far it may grow (default: twice --slots)"
+    )
+    machine.add_argument(
         "--warm", action="store_true", help="make all slots, in full size, before the traffic begins"
     )  # fmt: skip
-    parser.add_argument(
+    machine.add_argument(
         "--guard", action=argparse.BooleanOptionalAction, default=True,
         help="ask the event before a slot is reused (default); --no-guard is the positive control: never asked, which "
         "on CUDA must give mismatches within seconds",
     )  # fmt: skip
-    parser.add_argument("--debug", action="store_true", help="the pool's debug mode")
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument(
-        "--plain", action="store_true", help="the same batches the per-call way: each field pinned and copied by itself"
-    )
-    way.add_argument("--beside", action="store_true", help="through the pool, then the per-call way")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result as JSON")
+    machine.add_argument("--debug", action="store_true", help="the pool's debug mode")
+    rival = parser.add_argument_group("the per-call way: each field pinned and copied by itself")
+    way = rival.add_mutually_exclusive_group()
+    way.add_argument("--plain", action="store_true", help="the same batches that way, without a pool")
+    way.add_argument("--beside", action="store_true", help="through the pool, then that way")
+    results = parser.add_argument_group("what comes out, besides the table")
+    results.add_argument("--json", type=output, metavar="PATH", help="the result as JSON")
     parser.set_defaults(run=run)
 
 
@@ -86,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     results: list[Result] = []
     try:
         if arguments.plain and not arguments.guard:
-            raise StagingError("--no-guard takes out the pool's guard, and --plain uses no pool; leave one away")
+            raise CommandError("--no-guard takes out the pool's guard, and --plain uses no pool; leave one away")
         try:
             seam = open_seam(chosen_device(arguments.device), guard=arguments.guard)
             pool = StagingPool(
@@ -99,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
                 name="soak",
             )
         except ValueError as error:
-            raise StagingError(str(error)) from error
+            raise CommandError(str(error)) from error
         # Before the traffic: a run that is killed can be repeated too.
         print(f"soak: seed {seed}, {device_name(pool.device)}", file=sys.stderr)
         with _without_dropped_notes(), pool:
@@ -107,23 +157,24 @@ def run(arguments: argparse.Namespace) -> int:
                 results.append(_with_progress(Soak(pool, settings)))
             if arguments.plain or (arguments.beside and not _ended_early(results[0])):
                 results.append(_with_progress(Soak(PlainWay(pool.device), settings)))
-    except StagingError as error:
+        print(report(pool.device, settings, results, guard=arguments.guard), flush=True)
+        for result in results:
+            if result.failure is not None:
+                print(f"soak: {result.failure.rstrip()}", file=sys.stderr)
+        if arguments.json is not None:
+            document = as_json(pool.device, settings, results, guard=arguments.guard)
+            write_output(arguments.json, json.dumps(document, indent=2) + "\n")
+    except (CommandError, StagingError) as error:
         print(f"soak: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"soak: {str(error).splitlines()[0]}; use fewer --threads or --slots", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("soak: interrupted", file=sys.stderr)
         return 130
-    print(report(pool.device, settings, results, guard=arguments.guard))
-    for result in results:
-        if result.failure is not None:
-            print(f"soak: {result.failure.rstrip()}", file=sys.stderr)
-    if arguments.json is not None:
-        try:
-            document = as_json(pool.device, settings, results, guard=arguments.guard)
-            arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-        except OSError as error:
-            print(f"soak: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
-            return 2
     if any(result.interrupted for result in results):
         print("soak: interrupted", file=sys.stderr)
         return 130
@@ -141,13 +192,7 @@ def report(device: torch.device, settings: Settings, results: Sequence[Result], 
         lines.append(("guard", "taken out: mismatches are what this run is for"))
     for result in results:
         lines += _block(result)
-    width = max(len(label) for label, _ in lines) + 2
-    table = [f"{label:<{width}}{value}" for label, value in lines]
-    for result in results:
-        if result.stats is not None:
-            numbers = [f"{key} {value:,}" for key, value in result.stats.as_dict().items() if value]
-            table += wrapped(f"{'pool':<{width}}", numbers, width)
-    return "\n".join(table)
+    return table(lines)
 
 
 def as_json(device: torch.device, settings: Settings, results: Sequence[Result], *, guard: bool) -> dict[str, Any]:
@@ -166,19 +211,12 @@ def _block(result: Result) -> list[tuple[str, str]]:
     ways = {"pool": "through the pool", "plain": "per call: each field pinned and copied by itself"}
     lines = [
         ("way", f"{ways[result.way]}, host memory {result.memory}"),
-        ("time", f"{result.wall_ns / 1e9:.1f} s" + (", ended early" if _ended_early(result) else "")),
+        ("time", duration(result.wall_ns) + (", ended early" if _ended_early(result) else "")),
         ("batches", f"{result.batches:,} begun, {result.uploads:,} uploaded"),
-        ("uploaded", f"{result.fields:,} fields, {result.bytes:,} bytes"),
+        ("uploaded", f"{result.fields:,} fields, {size(result.bytes)}"),
     ]
-    stats = result.stats
-    if stats is not None:
-        outcomes = ("ready", "grown", "waited", "empty", "timed_out", "refused")
-        counted = ((name, getattr(stats, f"leases_{name}")) for name in outcomes)
-        lines += [
-            ("leases", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counted)),
-            ("given back", f"{stats.discards:,} discarded, {stats.dropped:,} dropped"),
-            ("slots met in flight", f"{stats.met_in_flight:,}"),
-        ]
+    if result.stats is not None:
+        lines += pool_rows(result.stats)
     return [
         *lines,
         ("pinned allocations" if result.memory == "pinned" else "host allocations", _allocations_line(result)),
@@ -204,7 +242,7 @@ def _host_us(result: Result) -> dict[str, float]:
 
 
 def _host_line(result: Result) -> str:
-    return ", ".join(f"{name} {value:,.0f} us" for name, value in _host_us(result).items()) or "not measured"
+    return ", ".join(f"{name} {duration(us * 1e3)}" for name, us in _host_us(result).items()) or "not measured"
 
 
 def _mismatch_line(result: Result) -> str:
@@ -264,10 +302,3 @@ def _without_dropped_notes() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(wanted)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value

@@ -91,6 +91,16 @@ def test_each_row_is_its_prefix_then_its_new_tokens(
     check(write, batch, blank(len(lengths) + 2, 3100), new_tokens(batch), any_pool)
 
 
+@interpreted
+def test_a_long_row_among_many_is_shared_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one block each would be too many programs, each writes several; the last ones of a row are cut short."""
+    kernel = pytest.importorskip("batching.kernel", reason="triton is for Linux only")
+    for most in (1, 2, 8, 20):
+        monkeypatch.setattr(kernel, "MOST_PROGRAMS", most)
+        batch = prefill_batch([(3 * kernel.BLOCK + 7, 5), (2, 1), (0, kernel.BLOCK + 1), (0, 0)])
+        check(write_by_kernel, batch, blank(6, 3100), new_tokens(batch))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("write", WRITERS)
 def test_random_batches_are_written_right(kind: str, write: Writer) -> None:

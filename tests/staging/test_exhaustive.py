@@ -414,8 +414,8 @@ def test_no_sequence_of_actions_delivers_a_wrong_value(slots: int, max_slots: in
         (1, 1, STATE_ACTIONS, 112),
         (2, 2, STATE_ACTIONS, 3584),
         (1, 2, STATE_ACTIONS, 3680),
-        (3, 3, SEQUENCE_ACTIONS, 5150),
-        (1, 3, SEQUENCE_ACTIONS, 5428),
+        (3, 3, SEQUENCE_ACTIONS, 5412),
+        (1, 3, SEQUENCE_ACTIONS, 5704),
     ],
 )
 def test_no_state_of_a_small_ring_breaks_a_promise(

@@ -94,6 +94,29 @@ def test_an_upload_cut_off_twice_while_it_is_booked_is_healed(device: SimulatedD
     assert device.violations == []
 
 
+def test_an_upload_cut_off_while_it_is_booked_is_watched_until_it_is_in_flight(
+    device: SimulatedDevice, make_pool: MakePool
+) -> None:
+    """The interrupt comes in the booking itself, the next one before the quarantine."""
+    pool = make_pool(device, slots=1, max_slots=1, timeout=0)
+    ring, now = pool._ring, device.now
+    lease = pool.lease(COLUMN, rows=1)
+    lease["column"] = 1
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    device.now = interrupted  # type: ignore[method-assign]
+    ring.upload_failed = interrupted  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lease.upload()
+    finally:
+        device.now = now  # type: ignore[method-assign]
+        del ring.upload_failed
+    assert ring.slots[0].ticket is not None
+
+
 def test_of_two_uploads_at_once_the_one_that_comes_too_late_harms_nothing(make_pool: MakePool) -> None:
     """It fails while the other's copy is being queued; the other's slot is not taken for a failed one."""
     in_empty, claimed, failed = threading.Event(), threading.Event(), threading.Event()

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,12 +37,50 @@ def values(upload: Upload) -> set[float]:
 def test_lengths_that_come_again_after_the_slot_got_a_larger_buffer(make_pool: MakePool) -> None:
     """What was prepared for the old buffer is forgotten with it, and the buffer goes."""
     pool = make_pool("cpu", slots=1, max_slots=1, slot_bytes=64)
-    old: list[weakref.ref[torch.Tensor]] = []
+    old: list[weakref.ref[Any]] = []
     for value, rows in enumerate([1, 2, 1, 100, 1, 2, 300, 1, 2], 1):
         assert values(send(pool, value, rows, rows)) == {value}
-        old.append(weakref.ref(pool._ring.slots[0].buffer.tensor))
+        old.append(weakref.ref(pool._ring.slots[0].buffer.array))
     assert pool.stats().enlarged == 2
     assert len({id(ref()) for ref in old if ref() is not None}) == 1
+
+
+@pytest.mark.parametrize("end", ["upload", "discard"])
+def test_an_ended_lease_keeps_no_buffer_that_was_replaced(make_pool: MakePool, end: str) -> None:
+    """Whoever keeps an upload, or a lease that was discarded, keeps its slot and not the memory that it had."""
+    pool = make_pool("cpu", slots=1, max_slots=1, slot_bytes=64)
+    with pool.lease(MIXED, rows=1, tokens=1) as lease:
+        lease.write_records([MIXED.pack(temperature=1, seed=1)])
+        lease["ids"] = [1]
+        kept = lease.upload() if end == "upload" else lease
+    old = weakref.ref(pool._ring.slots[0].buffer.array)
+    assert values(send(pool, 2, 300, 300)) == {2}
+    assert old() is None
+    assert kept is not None
+
+
+def test_no_allocation_is_of_booleans() -> None:
+    """torch may make 0 and 1 of other fields' bytes when it copies them as booleans."""
+    layout = Layout(
+        [Field("a", torch.bool), Field("b", torch.bool), Field("c", torch.uint8), Field("t", torch.bool, "t")]
+    )
+    plan = layout.plan({"rows": 3, "t": 5})
+    assert {plan.cut.dtype, plan.other_cut.dtype, plan.row_cut.dtype} == {torch.uint8}
+
+
+def test_records_of_two_layouts_in_turn_go_each_to_their_fields(make_pool: MakePool) -> None:
+    """In one lease, and in the next one of the same slot, whatever was written last."""
+    one, two = Layout([Field("a", torch.int64)], "one"), Layout([Field("b", torch.int64)], "two")
+    pool = make_pool("cpu", slots=1, max_slots=1)
+    for turn in range(2):
+        for first, second in ((one, two), (two, one)):
+            with pool.lease(one + two, rows=2) as lease:
+                for layout in (first, second):
+                    name = layout.fields[0].name
+                    lease.write_records([layout.pack(**{name: turn + ord(name)})] * 2, layout)
+                upload = lease.upload()
+            assert upload["a"].tolist() == [turn + ord("a")] * 2
+            assert upload["b"].tolist() == [turn + ord("b")] * 2
 
 
 def test_lengths_that_never_come_again_fill_no_memory(make_pool: MakePool) -> None:

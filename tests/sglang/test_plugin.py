@@ -1,0 +1,468 @@
+"""When the plugin feeds SGLang, when it keeps out of it, and that nothing of SGLang is left changed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from real_sglang import (
+    DEVICE,
+    VOCABULARY,
+    Engine,
+    differences,
+    first_chunk,
+    load,
+    plugged,
+    pool_of,
+    request,
+    server,
+    unhook,
+)
+
+import batching.sglang
+from batching.sglang import KNOWN, PREPARE, SAMPLE, SWITCH, WRITE, _preparing, fed
+from staging import Field, Layout, StagingPool
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def two(**values: Any) -> list[Any]:
+    return [request("a", 0, 3, temperature=0.5, **values), request("b", 0, 2, top_k=7, top_p=0.25, sampling_seed=-1)]
+
+
+def columns(info: Any) -> list[list[Any]]:
+    return [getattr(info, name).flatten().tolist() for name in ("temperatures", "top_ps", "top_ks", "min_ps")]
+
+
+OF_TWO = [[0.5, 1.0], [1.0, 0.25], [1 << 30, 7], [0.0, 0.0]]
+
+
+def current(target: str) -> Any:
+    """What is at this path now, unbound."""
+    path, name = target.rsplit(".", 1)
+    attribute = inspect.getattr_static(load().hook_registry.pkgutil.resolve_name(path), name)
+    return getattr(attribute, "__func__", attribute)
+
+
+# ---------------------------------------------------------------------- getting in, and out
+
+
+def test_sglang_finds_the_plugin_by_its_entry_point(srt, monkeypatch):
+    """SGLang's own loader, given what pyproject.toml says."""
+    import tomllib  # not there in Python 3.10, and neither is SGLang
+
+    declared = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"][srt.plugins.GENERAL_PLUGINS_GROUP]
+    points = [EntryPoint(name, value, srt.plugins.GENERAL_PLUGINS_GROUP) for name, value in declared.items()]
+    before = {target: current(target) for target in KNOWN}
+    monkeypatch.setattr(srt.plugins, "entry_points", lambda group: points if group == points[0].group else [])
+    monkeypatch.setattr(srt.plugins, "_plugins_loaded", False)
+    srt.plugins.load_plugins()
+    try:
+        assert {target: current(target).__wrapped__ for target in KNOWN} == before
+        assert srt.schedule_batch.SamplingBatchInfo.from_schedule_batch.__func__.__wrapped__ is before[SAMPLE]
+    finally:
+        for target in KNOWN:
+            unhook(target)
+        srt.hook_registry.HookRegistry.reset()
+    assert {target: current(target) for target in KNOWN} == before
+
+
+@pytest.mark.parametrize(("setting", "hooked"), [("0", set()), ("1", set(KNOWN)), ("", set(KNOWN))])
+def test_an_environment_variable_turns_it_off(srt, monkeypatch, caplog, setting, hooked):
+    """STAGING_SGLANG=0: not one hook, and a line in the log."""
+    monkeypatch.setenv(SWITCH, setting)
+    caplog.set_level(logging.INFO, "batching")
+    with plugged():
+        assert set(srt.hook_registry.HookRegistry._hooks) == hooked
+    assert any("is left as it is" in line for line in caplog.messages) == (not hooked)
+
+
+@contextmanager
+def edited(monkeypatch: pytest.MonkeyPatch, folder: Path, target: str, old: str, new: str) -> Iterator[ModuleType]:
+    """A copy of the module with one function edited, in place of the module."""
+    path = target.rsplit(".", 1)[0]
+    name = path if path in sys.modules else path.rsplit(".", 1)[0]
+    original = sys.modules[name]
+    text = Path(original.__file__).read_text()
+    assert text.count(old) == 1
+    copy = folder / Path(original.__file__).name
+    copy.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location(name, copy)
+    module = importlib.util.module_from_spec(spec)
+    parent, _, child = name.rpartition(".")
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules[parent], child, module)
+    spec.loader.exec_module(module)
+    yield module
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new"),
+    [
+        (
+            SAMPLE,
+            "is_all_greedy=all(r.sampling_params.top_k <= 1 for",
+            "is_all_greedy=all(r.sampling_params.top_k < 2 for",
+        ),
+        (WRITE, "[t.data_ptr() for t in prefix_tensors]", "[one.data_ptr() for one in prefix_tensors]"),
+        (
+            PREPARE,
+            "orig_seq_lens = [max(r.extend_end, len(r.origin_input_ids))",
+            "orig_seq_lens = [max(len(r.origin_input_ids), r.extend_end)",
+        ),
+    ],
+    ids=["from_schedule_batch", "write_cache_indices", "prepare_for_extend"],
+)
+def test_a_changed_function_gets_a_line_in_the_log_and_no_change(srt, monkeypatch, tmp_path, caplog, target, old, new):
+    """A copy of SGLang's module with one edited function: that one is left alone, the others are hooked as ever."""
+    with edited(monkeypatch, tmp_path, target, old, new):
+        before = current(target)
+        assert before.__code__.co_filename.startswith(str(tmp_path))
+        with plugged() as feeder:
+            assert current(target) is before
+            assert set(feeder.hooks()) == set(KNOWN) - {target}
+    lines = [line for line in caplog.messages if target in line]
+    assert len(lines) == 1
+    assert "is left as it is" in lines[0]
+
+
+def test_a_function_that_another_plugin_has_replaced_is_not_known(srt, monkeypatch, caplog):
+    """inspect.getsource would look through a wrapper and find SGLang's source: the wrapper's own counts."""
+    original = srt.allocation.write_cache_indices
+
+    @functools.wraps(original)
+    def other(*args: Any) -> Any:
+        return original(*args)
+
+    monkeypatch.setattr(srt.allocation, "write_cache_indices", other)
+    with plugged() as feeder:
+        assert srt.allocation.write_cache_indices is other
+        assert WRITE not in feeder.hooks()
+    assert "replaced it" in "".join(caplog.messages)
+
+
+def test_what_is_not_there_is_left_alone(srt, monkeypatch, caplog):
+    """A version of SGLang that has moved the function."""
+    monkeypatch.delattr(srt.sampling_batch_info.SamplingBatchInfo, "from_schedule_batch")
+    with plugged() as feeder:
+        assert SAMPLE not in feeder.hooks()
+    assert "cannot be read (AttributeError" in "".join(caplog.messages)
+
+
+@pytest.mark.parametrize("target", [SAMPLE, WRITE])
+def test_hooks_of_another_plugin_below_ours_are_called(srt, engine, caplog, target):
+    """Ours would skip them: it steps aside, and says so."""
+    registry = srt.hook_registry.HookRegistry
+    calls = []
+
+    def other(original: Any, *args: Any) -> Any:
+        calls.append(target)
+        return original(*args)
+
+    with plugged() as feeder:
+        pass
+    registry.register(target, other, srt.hook_registry.HookType.AROUND)
+    hook = feeder.hooks()[target]
+    registry.register(target, hook, srt.hook_registry.HookType.AROUND)
+    registry.apply_hooks()
+    try:
+        assert columns(engine.prefill(two()).sampling_info) == OF_TWO
+    finally:
+        unhook(target)  # ours
+        unhook(target)  # the other one
+        registry.reset()
+    assert calls == [target]
+    assert feeder._pools == {}
+    assert "hooked by another plugin" in "".join(caplog.messages)
+
+
+# ---------------------------------------------------------------------- the callers of from_schedule_batch
+
+
+def test_a_prefill_is_one_upload(feeder, engine):
+    """Pointers and sampling columns together."""
+    batch = engine.prefill(two())
+    stats = pool_of(feeder).stats()
+    assert (stats.uploads, stats.fields) == (1, 5)
+    assert columns(batch.sampling_info) == OF_TWO
+    assert batch.sampling_info.sampling_seed is None
+    storage = {batch.sampling_info.temperatures.untyped_storage().data_ptr()}
+    assert {batch.sampling_info.min_ps.untyped_storage().data_ptr()} == storage
+
+
+def test_without_kernels_only_the_columns_are_uploaded(feeder, engine):
+    """SGLang's fallback of write_cache_indices has no use for pointers."""
+    with server({}, kernel=False):
+        batch = engine.prefill(two())
+    stats = pool_of(feeder).stats()
+    assert (stats.uploads, stats.fields) == (1, 4)
+    assert columns(batch.sampling_info) == OF_TWO
+
+
+def test_an_idle_batch_uploads_nothing(feeder, engine, srt):
+    """Its columns are SGLang's own, empty and of the same kinds."""
+    batch = engine.batch([])
+    batch.prepare_for_idle()
+    found = batch.sampling_info
+    own = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch.__func__.__wrapped__
+    assert differences(own(type(found), batch, VOCABULARY), found) == []
+    assert found.temperatures.shape == (0, 1)
+    assert (pool_of(feeder).stats().leases, feeder._noted) == (0, set())
+
+
+def test_a_prebuilt_batch_uploads_the_columns(feeder, engine):
+    """The decode side of disaggregation: `prepare_for_prebuilt`, without an allocation."""
+    reqs = two()
+    first_chunk(engine, reqs, [3, 2])
+    before = pool_of(feeder).stats()
+    batch = engine.batch(reqs)
+    batch.prepare_for_prebuilt()
+    assert columns(batch.sampling_info) == OF_TWO
+    since = pool_of(feeder).stats() - before
+    assert (since.uploads, since.fields) == (1, 4)
+
+
+def test_a_batch_made_by_hand_uploads_the_columns(feeder, engine, srt):
+    """As the scheduler does it for requests that go on decoding: nothing was prepared before."""
+    batch = engine.batch(two())
+    info = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
+    assert columns(info) == OF_TWO
+    assert pool_of(feeder).stats().uploads == 1
+
+
+def test_seeds_exist_under_deterministic_inference_only(feeder, engine):
+    """A missing seed is SGLang's 42; without deterministic inference there is no tensor, and none is uploaded."""
+    with server({"enable_deterministic_inference": True}):
+        info = engine.prefill(two()).sampling_info
+    assert (info.sampling_seed.dtype, info.sampling_seed.tolist()) == (torch.int64, [42, -1])
+    assert pool_of(feeder).stats().fields == 6
+    assert engine.prefill(two()).sampling_info.sampling_seed is None
+    assert pool_of(feeder).stats().fields == 11
+
+
+def test_a_call_in_another_form_is_sglangs_own(feeder, engine, srt, caplog):
+    """Keywords, which none of SGLang's callers use: the order of the arguments is not guessed."""
+    batch = engine.batch(two())
+    info = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch=batch, vocab_size=VOCABULARY)
+    assert columns(info) == OF_TWO
+    assert feeder._pools == {}
+    assert "unknown way" in "".join(caplog.messages)
+
+
+def test_subclasses_and_their_hooks_are_respected(feeder, engine, srt):
+    """The class that was asked makes the object, and `adjusted_from_schedule_batch` is called."""
+    seen = []
+
+    class Own(srt.sampling_batch_info.SamplingBatchInfo):
+        def adjusted_from_schedule_batch(self, batch: Any, vocab_size: int) -> None:
+            seen.append((self, batch, vocab_size))
+
+    batch = engine.batch(two())
+    info = Own.from_schedule_batch(batch, VOCABULARY)
+    assert type(info) is Own
+    assert seen == [(info, batch, VOCABULARY)]
+    assert pool_of(feeder).stats().uploads == 1
+
+
+def test_requests_parameters_and_batches_get_no_attribute(srt):
+    """What the plugin remembers of a batch lives as long as `prepare_for_extend`, and on nobody's object."""
+
+    def attributes() -> list[set[str]]:
+        engine = Engine(DEVICE, rows=16, context=64)
+        batch = engine.prefill(two())
+        return [set(vars(batch)), set(vars(batch.sampling_info)), *(set(vars(one)) for one in batch.reqs)]
+
+    expected = attributes()
+    with plugged():
+        assert attributes() == expected
+
+
+# ---------------------------------------------------------------------- when things go wrong
+
+
+def test_what_was_staged_is_dropped_when_allocation_raises(feeder, engine, monkeypatch):
+    """Out of memory behind `write_cache_indices`: nothing is kept, and the next attempt has its own upload."""
+    monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", no_memory, raising=False)
+    reqs = two()
+    batch = engine.batch(reqs)
+    with pytest.raises(RuntimeError, match="no memory"):
+        batch.prepare_for_extend()
+    assert _preparing.get() is None
+    assert pool_of(feeder).stats().uploads == 1
+    monkeypatch.undo()
+    reqs[0].sampling_params.temperature = 0.75
+    for one in reqs:
+        one.kv.kv_allocated_len = 1  # it has a row from the first attempt
+    batch.prepare_for_extend()
+    assert columns(batch.sampling_info)[0] == [0.75, 1.0]
+    stats = pool_of(feeder).stats()
+    assert (stats.uploads, stats.filling) == (2, 0)
+
+
+def no_memory(**options: Any) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_a_parameter_that_changes_during_allocation_is_read_again(feeder, engine, monkeypatch):
+    """SGLang reads it at the end of `prepare_for_extend`, so that is the value that counts."""
+    reqs = two()
+
+    def change(**options: Any) -> None:
+        reqs[1].sampling_params.min_p = 0.125
+
+    monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", change, raising=False)
+    info = engine.prefill(reqs).sampling_info
+    assert info.min_ps.tolist() == [0.0, 0.125]
+    assert info.need_min_p_sampling
+    assert pool_of(feeder).stats().uploads == 2
+
+
+def test_no_two_infos_share_tensors(feeder, engine, monkeypatch, srt):
+    """A second one for the same batch within `prepare_for_extend` gets an upload of its own, as in SGLang."""
+    made = []
+    own = srt.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch
+
+    def again(self: Any, batch: Any, vocab_size: int) -> None:
+        made.append(self)
+        if len(made) < 2:
+            made.append(type(self).from_schedule_batch(batch, vocab_size))
+        own(self, batch, vocab_size)
+
+    monkeypatch.setattr(srt.sampling_batch_info.SamplingBatchInfo, "adjusted_from_schedule_batch", again)
+    engine.prefill(two())
+    assert columns(made[0]) == columns(made[-1]) == OF_TWO
+    assert made[0].temperatures.data_ptr() != made[-1].temperatures.data_ptr()
+
+
+def test_a_value_that_cannot_be_staged_goes_sglangs_own_way(srt, caplog):
+    """Too large for float32: SGLang makes it infinite. The batch is SGLang's own, with a line in the log, once."""
+
+    def infos() -> list[Any]:
+        engine = Engine(DEVICE, rows=16, context=64)
+        reqs = two()
+        reqs[0].sampling_params.temperature = 1e300
+        return [engine.prefill(reqs).sampling_info for _ in range(1)]
+
+    expected = infos()
+    with plugged() as feeder:
+        assert columns(infos()[0]) == columns(expected[0])
+        assert columns(infos()[0])[0][0] == torch.inf
+        assert pool_of(feeder).stats().uploads == 0
+    assert sum("temperatures" in line and "own way" in line for line in caplog.messages) == 2  # of either function
+
+
+def test_a_busy_ring_goes_sglangs_own_way_at_once(feeder, engine):
+    """All slots taken: the scheduler does not wait for one."""
+    engine.prefill(two())
+    pool = pool_of(feeder)
+    layout = Layout([Field("x", torch.int32)])
+    held = [pool.lease(layout, rows=1) for _ in range(pool.max_slots)]
+    assert columns(engine.prefill(two()).sampling_info) == OF_TWO
+    stats = pool.stats()
+    assert (stats.leases_timed_out, stats.leases_waited, stats.uploads) == (2, 0, 1)
+    for lease in held:
+        lease.discard()
+    engine.prefill(two())
+    assert pool.stats().uploads == 2
+
+
+def test_a_device_of_an_untried_kind_goes_sglangs_own_way(feeder, engine, srt, caplog):
+    """Here torch's "meta", which has no memory; in SGLang's world an NPU. A pool is tried for once."""
+    batch = engine.batch(two())
+    batch.device = "meta"
+    for _ in range(2):
+        info = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
+        assert info.temperatures.device.type == "meta"
+    assert feeder._pools == {torch.device("meta"): None}
+    assert sum("never been tried" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("pins", "memory"), [(True, "auto"), (False, "pageable")])
+def test_where_sglang_does_not_pin_the_pool_does_not_either(srt, monkeypatch, engine, pins, memory):
+    """Under confidential computing, say."""
+    options = {}
+
+    def made(device: Any, **given: Any) -> StagingPool:
+        options.update(given)
+        return StagingPool(device, **given)
+
+    monkeypatch.setattr(batching.sglang, "StagingPool", made)
+    monkeypatch.setattr(srt.common, "is_pin_memory_available", lambda device=None: pins)
+    with plugged():
+        engine.prefill(two())
+    assert (options["memory"], options["timeout"]) == (memory, 0)
+
+
+def test_the_pool_bears_the_ranks_of_its_process(srt, engine):
+    """So that the series of several schedulers do not mix."""
+    with plugged() as feeder, srt.runtime_context.get_parallel().override(tp_rank=0, dp_rank=1):
+        engine.prefill(two())
+        assert pool_of(feeder).name == "sglang-dp1-tp0"
+
+
+def test_another_thread_may_prepare_a_batch_meanwhile(feeder, engine, monkeypatch):
+    """What is being prepared is known for each thread: both batches get their own upload, one each."""
+    others: list[Any] = []
+
+    def prepare_another(**options: Any) -> None:
+        thread = threading.Thread(target=lambda: others.append(Engine(DEVICE, rows=16, context=64).prefill(two())))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", prepare_another, raising=False)
+    batch = engine.prefill([request("c", 0, 1, temperature=3.0)])
+    assert batch.sampling_info.temperatures.tolist() == [[3.0]]
+    assert columns(others[0].sampling_info) == OF_TWO
+    assert pool_of(feeder).stats().uploads == 2
+
+
+# ---------------------------------------------------------------------- the copies of SGLang's functions
+
+
+def test_tracebacks_show_sglangs_own_lines(srt, feeder, engine):
+    """An error of SGLang's own is raised at the same line of the same file."""
+
+    def where() -> tuple[str, int]:
+        batch = engine.batch(two())
+        batch.reqs[0].sampling_params.logit_bias = {"not a token": 1.0}
+        with pytest.raises(ValueError, match="not a token") as caught:
+            srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
+        frames = [frame for frame in caught.traceback if frame.path.name == "sampling_batch_info.py"]
+        return str(frames[-1].path), frames[-1].lineno
+
+    hooked = where()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feeder, "_sample", None)
+        assert where() == hooked
+
+
+def one_upload(device: Any) -> torch.Tensor:
+    x = torch.tensor([1], dtype=torch.int32).to(device, non_blocking=True)
+    y = torch.tensor([2]).to(device)
+    return x + y
+
+
+def test_fed_asks_for_the_named_uploads_only():
+    """With SGLang's own upload at hand."""
+    copy = fed(one_upload, ["x"])
+    assert copy("cpu", feed=lambda name, own: own() * 10).tolist() == [12]
+    assert one_upload("cpu").tolist() == [3]
+
+
+def test_fed_refuses_what_uploads_something_else():
+    """Each name has to be there once."""
+    with pytest.raises(ValueError, match=r"uploads \['x'\], not \['x', 'z'\]"):
+        fed(one_upload, ["x", "z"])
