@@ -53,12 +53,6 @@ def write_column(column: npt.NDArray[Any], values: object, field: Field) -> None
             column[...] = field.number(values)
 
 
-def all_plain(values: list[Any] | tuple[Any, ...], plain: tuple[type, ...]) -> bool:
-    """Whether every value is of exactly one of these types. Runs no code of the values."""
-    types = [*map(type, values)]
-    return types.count(plain[0]) == len(types) or set(types) <= set(plain)  # counting is what a long list costs least
-
-
 def readable(values: object) -> object:
     """`values` as a list or an array where they are some other sequence; everything else as it is."""
     if type(values) is list or isinstance(values, (tuple, np.ndarray, np.generic, torch.Tensor, str, bytes, bytearray)):
@@ -75,7 +69,7 @@ def _write_list(
     if len(values) != len(column):
         raise _wrong_length(len(values), column, field)
     kind = column.dtype.kind
-    if all_plain(values, PLAIN[kind]):
+    if set(map(type, values)) <= set(PLAIN[kind]):
         try:
             if kind == "f" and column.dtype.itemsize < 8:
                 with np.errstate(over="raise"):

@@ -68,7 +68,7 @@ class Prepared:
 class Column:
     """One field of a slot: an array, and a function that packs plain Python numbers into its bytes."""
 
-    __slots__ = ("array", "bit", "length", "offset", "pack", "plain")
+    __slots__ = ("array", "bit", "length", "offset", "pack", "usual")
 
     def __init__(self, place: Place, memory: npt.NDArray[np.uint8]) -> None:
         self.array: Array = np.ndarray(place.shape, place.numpy_dtype, memory, place.offset)
@@ -76,8 +76,8 @@ class Column:
         self.length = self.array.size if len(self.array) == self.array.size else -1
         """How many numbers a flat list of all values has; -1 where an entry is more than one."""
         self.offset = place.offset
-        self.plain = PLAIN[place.numpy_dtype.kind]
-        """The types that `pack` is for. It would take a boolean for an integer, or ask an object for its value."""
+        self.usual = PLAIN[place.numpy_dtype.kind][0]
+        """The type that `pack` is for. It would take a boolean for an integer, or ask an object for its value."""
         # "=" and not "@", which lets a float32 overflow.
         self.pack: Callable[..., None] = struct.Struct(f"={self.array.size}{DTYPES[place.field.dtype][1]}").pack_into
         """Converts exactly as the dtype does, and raises where a value does not fit; in half of numpy's time."""

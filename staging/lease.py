@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staging._fill import all_plain, readable, write_column
+from staging._fill import readable, write_column
 from staging._prepared import Prepared
 from staging._slots import Slot
 from staging.errors import FieldError, LeaseError
@@ -88,26 +88,26 @@ class Lease:
                 f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
                 f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
             )
-        kind = type(values)
-        if (kind is list or kind is tuple or kind is np.ndarray) and self._slot.buffer is not None:
-            if self._slot.generation != self._generation:
-                self._check_open("write")
+        slot = self._slot
+        if slot.generation == self._generation and slot.buffer is not None:
             prepared = self._prepared or self._prepare()
             column = prepared.columns.get(name) or prepared.column(place)
-            if kind is np.ndarray:
-                if values.dtype == place.numpy_dtype and values.shape == place.shape:
-                    column.array[...] = values
-                    self._written |= column.bit
-                    return
-            elif len(values) == column.length and all_plain(values, column.plain):
-                self._written &= ~column.bit
-                try:
-                    column.pack(prepared.array, column.offset, *values)
-                except (struct.error, OverflowError):
-                    pass  # the slow way below says which value does not fit
-                else:
-                    self._written |= column.bit
-                    return
+            kind = type(values)
+            if kind is list or kind is tuple:
+                # Nothing but plain numbers of the usual type: counting them runs no code of theirs.
+                if column.length == len(values) == [*map(type, values)].count(column.usual):
+                    self._written &= ~column.bit
+                    try:
+                        column.pack(prepared.array, column.offset, *values)
+                    except (struct.error, OverflowError):
+                        pass  # the slow way below says which value does not fit
+                    else:
+                        self._written |= column.bit
+                        return
+            elif kind is np.ndarray and values.dtype == place.numpy_dtype and values.shape == place.shape:
+                column.array[...] = values
+                self._written |= column.bit
+                return
         values = readable(values)  # code of the caller's may run here, and end this very lease: before the check
         self._check_open("write")
         self._written &= ~place.bit

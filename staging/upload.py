@@ -32,7 +32,7 @@ class Upload(dict[str, torch.Tensor]):
         rows: torch.Tensor | None,
         stream: Any,
     ) -> None:
-        super().__init__(tensors)
+        dict.__init__(self, tensors)
         self._lease = lease  # which has ended
         self._landing = landing
         """The fresh allocation; None where the destination is the caller's."""
