@@ -28,6 +28,8 @@ class Timing:
     copies: int | None
     still_busy: int | None
     """Batches at whose end the work queued before them was still running; only behind queued work."""
+    of_quiet: float | None = None
+    """How much longer than with nothing queued; only behind queued work."""
 
     def over(self, other: Timing) -> float | None:
         """The median of the ratios of each repeat's medians, as in the tables."""
@@ -138,6 +140,7 @@ def _timing(value: Any, where: str) -> Timing:
         samples=at("samples", _count),
         copies=_count_or_none(found.get("copies"), f"{where}, copies"),
         still_busy=_count_or_none(found.get("still_busy"), f"{where}, still_busy"),
+        of_quiet=None if found.get("of_quiet") is None else _number(found["of_quiet"], f"{where}, of_quiet"),
     )
 
 

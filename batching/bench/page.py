@@ -226,20 +226,19 @@ def _host(_: Document, host: Timings) -> str:
 
 
 def _queued(document: Document, queued: Timings) -> str:
-    def of_idle(rows: int, name: str) -> str:
-        idle = (document.host or {}).get(rows, {}).get(name)
-        return "–" if idle is None or not idle.median else f"{queued[rows][name].median / idle.median:.2f}"
+    def of_quiet(timing: Timing) -> str:
+        return "–" if timing.of_quiet is None else f"{timing.of_quiet:.2f}"
 
     cells = [
-        (str(rows), escape(_name(name)), *_times(timing), of_idle(rows, name), _busy(timing))
+        (str(rows), escape(_name(name)), *_times(timing), of_quiet(timing), _busy(timing))
         for rows, timings in queued.items()
         for name, timing in timings.items()
     ]
-    head = ("requests", "", *_TIMES, "of idle", "still busy")
+    head = ("requests", "", *_TIMES, "of quiet", "still busy")
     return (
         "<p>The same builds, each right behind queued GPU work. “Still busy” is the share of builds at whose end "
-        "that work was still running: 0 % means that the host waited for it. “Of idle” compares with the section "
-        "before. Samples are few, so p99 is close to the worst.</p>"
+        "that work was still running: 0 % means that the host waited for it. “Of quiet” compares with as many builds "
+        "in turn, each right after the host had waited for as much. Samples are few, so p99 is close to the worst.</p>"
         + _by_rows(
             queued,
             lambda rows: _all_bars(

@@ -136,22 +136,23 @@ def _queued(results: Results) -> list[str]:
     assert results.queued
     parts = [
         f'## Host time behind queued work\n\nEach batch right behind {BUSY_SECONDS * 1e3:.0f} ms of GPU work. "Still '
-        f'busy" is the share of batches at whose end that work was still running: 0 means that the host waited for it.',
+        f'busy" is the share of batches at whose end that work was still running: 0 means that the host waited for it. '
+        f'"Of quiet" compares with as many builds in turn, each right after the host had waited for as much work: a '
+        f"host that has waited runs slower for a while, whatever it does.",
     ]
     for rows, samples in results.queued.items():
-        idle = (results.host or {}).get(rows)
         lines = [
             (
                 name,
                 _us(one.median),
                 f"{_us(min(one.medians))} to {_us(max(one.medians))}",
                 _us(one.p99),
-                f"{one.median / idle[name].median:.2f}" if idle else "",
+                f"{one.of_quiet:.2f}",
                 f"{100 * one.still_busy / one.count:.0f} %",
             )
             for name, one in samples.items()
         ]
-        head = ("", "median us", "medians of repeats", "p99 us", "of idle", "still busy")
+        head = ("", "median us", "medians of repeats", "p99 us", "of quiet", "still busy")
         parts += [f"### {rows} rows, queued", _table(head, lines)]
     return parts
 
@@ -266,10 +267,11 @@ def claims(results: Results) -> list[tuple[str, str, bool]]:
     """What this project says of itself, each with what this run measured and whether it holds."""
     found: list[tuple[str, str, bool]] = []
     for rows, samples in (results.host or {}).items():
-        gain = samples[by.FRESH_PINNED].over(samples[by.OURS_RECORDS])
-        found.append(
-            (f"ours with records against fresh pinned per field, {rows} rows", f"{gain:.2f}x faster", gain > 1)
-        )
+        for ours, least in ((by.OURS_RECORDS, _FRESH_GOALS.get(rows)), (by.FIXED_RECORDS, _FIXED_GOALS.get(rows))):
+            if least is not None:
+                gain = samples[by.FRESH_PINNED].over(samples[ours])
+                claim = f"{ours}: {least:g}x faster than {by.FRESH_PINNED}, {rows} rows"
+                found.append((claim, f"{gain:.2f}x", gain >= least))
     for rows, samples in (results.host or {}).items():
         for fill, slab, ours in (
             ("columns", by.SLAB_COLUMNS, by.OURS_COLUMNS),
@@ -282,17 +284,17 @@ def claims(results: Results) -> list[tuple[str, str, bool]]:
             ratio = samples[by.FIXED_RECORDS].over(samples[by.FLOOR])
             found.append((f"ours fixed at most 2.5x the floor, {rows} rows", f"{ratio:.2f}x", ratio <= 2.5))
     for rows, samples in (results.queued or {}).items():
-        if results.host:
-            names = (by.OURS_COLUMNS, by.OURS_RECORDS, by.FIXED_COLUMNS, by.FIXED_RECORDS)
-            ratio = max(samples[name].median / results.host[rows][name].median for name in names)
-            busy = all(samples[name].still_busy == samples[name].count for name in names)
-            value = f"{ratio:.2f}x at most" + ("" if busy else ", but the queue ran dry")
-            found.append((f"within 2x of idle behind queued work, {rows} rows", value, ratio <= 2 and busy))
+        names = (by.OURS_COLUMNS, by.OURS_RECORDS, by.FIXED_COLUMNS, by.FIXED_RECORDS)
+        ratio = max(samples[name].of_quiet for name in names)
+        busy = all(samples[name].still_busy == samples[name].count for name in names)
+        value = f"{ratio:.2f}x at most" + ("" if busy else ", but the queue ran dry")
+        found.append((f"behind queued work within 2x of quiet, {rows} rows", value, ratio <= 2 and busy))
     for rows, samples in (results.prefill or {}).items():
         if rows in (1, 64):
-            gain = samples[pre.ONE_BY_ONE_13].over(samples[pre.PREFILL_OURS_RECORDS])
-            claim = f"whole prefill upload 2.5x less host time than one by one, {rows} requests"
-            found.append((claim, f"{gain:.2f}x less", gain >= 2.5))
+            for ours in (pre.PREFILL_OURS_RECORDS, pre.PREFILL_FIXED_RECORDS):
+                gain = samples[pre.ONE_BY_ONE_13].over(samples[ours])
+                claim = f"whole prefill upload, {ours}: 2.5x less host time than one by one, {rows} requests"
+                found.append((claim, f"{gain:.2f}x less", gain >= 2.5))
     for label, numbers in (results.kernel or {}).items():
         kernel_gain = _serial_over_ours(numbers)
         if kernel_gain is not None:
@@ -304,6 +306,9 @@ def claims(results: Results) -> list[tuple[str, str, bool]]:
     return found
 
 
+_FRESH_GOALS = {1: 2.0, 16: 2.2, 64: 2.8, 256: 4.8, 1024: 9.0}
+_FIXED_GOALS = {1: 4.5, 16: 4.5, 64: 6.0, 256: 9.0, 1024: 13.0}
+"""What was aimed at, by number of rows."""
 _THREE_TIMES = ("1 x 131072 + 64", "8 x 32768 + 256", "1024 x 256 + 16", "2048 x 64 + 8")
 
 

@@ -40,7 +40,7 @@ class Settings:
     rows: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     repeats: int = 7
     batches: int = 200
-    queued_batches: int = 10
+    queued_batches: int = 6
     sections: tuple[str, ...] = SECTIONS
     seed: int = 0
     shapes: tuple[kernels.Shape, ...] = kernels.SHAPES

@@ -28,6 +28,9 @@ class Samples:
     """Nanoseconds of every batch, by repeat, and what is printed of them."""
 
     repeats: list[list[int]] = attrs.Factory(list)
+    quiet: list[list[int]] = attrs.Factory(list)
+    """Of the section "queued": as many builds, each right after that work was over. The host waited for it as long, so
+    that its caches and clock are as they are behind queued work."""
     still_busy: int = 0
     """Batches at whose end the work queued before them was still running."""
 
@@ -48,13 +51,19 @@ class Samples:
     def count(self) -> int:
         return sum(map(len, self.repeats))
 
+    @property
+    def of_quiet(self) -> float:
+        """How much longer behind queued work: the median of each repeat's ratio."""
+        quiet = [statistics.median(one) / 1e3 for one in self.quiet]
+        return statistics.median(a / b for a, b in zip(self.medians, quiet, strict=True))
+
     def over(self, other: Samples) -> float:
         """The median of the ratios of each repeat's medians: what both suffered in one repeat cancels."""
         return statistics.median(a / b for a, b in zip(self.medians, other.medians, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, in microseconds."""
-        return {
+        found: dict[str, Any] = {
             "median_us": self.median,
             "p99_us": self.p99,
             "lowest_median_us": min(self.medians),
@@ -62,6 +71,10 @@ class Samples:
             "medians_us": self.medians,
             "samples": self.count,
         }
+        if self.quiet:
+            found["quiet_us"] = statistics.median(statistics.median(one) / 1e3 for one in self.quiet)
+            found["of_quiet"] = self.of_quiet
+        return found
 
 
 class Machine:
@@ -151,23 +164,31 @@ def _idle_loop(machine: Machine, runner: Contender, count: int, samples: Samples
 
 
 def _queued_loop(machine: Machine, runner: Contender, count: int, samples: Samples) -> None:
-    """Each batch behind `BUSY_SECONDS` of work that was queued just before."""
+    """Each batch behind `BUSY_SECONDS` of work that was queued just before; in turn, after as much was waited for."""
     build, turn, with_flags, clock = runner.build, runner.turn, runner.with_flags, time.perf_counter_ns
     build(next(turn))
     machine.settle()
     times: list[int] = []
-    for _ in range(count):
+    quiet: list[int] = []
+    for number in range(2 * count):
         batch = next(turn)
         busy = machine.hold(BUSY_SECONDS)
+        if number % 2:
+            machine.settle()
         start = clock()
         result = build(batch)
         if with_flags:
             flags_of(batch.table)
-        times.append(clock() - start)
-        samples.still_busy += not busy.query()
+        took = clock() - start
+        if number % 2:
+            quiet.append(took)
+        else:
+            times.append(took)
+            samples.still_busy += not busy.query()
         machine.settle()
         del result
     samples.repeats.append(times)
+    samples.quiet.append(quiet)
 
 
 def gpu_time(machine: Machine, action: Callable[[], object], count: int, repeats: int) -> list[float] | None:
