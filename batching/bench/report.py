@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from batching.bench import observing
 from batching.bench import prefill as pre
 from batching.bench import strategies as by
 from batching.bench.sections import NEEDS_GPU, ByRows, Results, Settings, medians
@@ -26,6 +27,8 @@ def markdown(about: dict[str, Any], settings: Settings, results: Results) -> str
     parts += _prefill(results) if results.prefill else []
     parts += _kernel(results) if results.kernel else []
     parts += _packing(results) if results.packing else []
+    parts += _parts(results) if results.parts else []
+    parts += _observing(results) if results.observing else []
     if about["cuda"]:
         parts += _claims(results)
     else:
@@ -63,6 +66,8 @@ def as_json(about: dict[str, Any], settings: Settings, results: Results) -> dict
         "kernel": results.kernel,
         "kernel_variants": results.kernel_variants,
         "packing": results.packing,
+        "parts": results.parts and {str(rows): numbers for rows, numbers in results.parts.items()},
+        "observing": by_rows(results.observing),
         "claims": [{"claim": claim, "value": value, "holds": holds} for claim, value, holds in claims(results)],
         "pool": results.pool and results.pool.as_dict(),
     }
@@ -253,6 +258,37 @@ def _packing(results: Results) -> list[str]:
             ),
         ]
     return parts
+
+
+def _parts(results: Results) -> list[str]:
+    assert results.parts
+    names = next(iter(results.parts.values()))
+    lines = [
+        (name, *(f"{statistics.median(of_rows[name]):.2f}" for of_rows in results.parts.values())) for name in names
+    ]
+    return [
+        "## Where the time of one upload goes\n\nHost microseconds of ours fixed, records, by number of rows; reading the "
+        "clock is in each.",
+        _table(("us", *map(str, results.parts)), lines),
+    ]
+
+
+def _observing(results: Results) -> list[str]:
+    assert results.observing
+    names = next(iter(results.observing.values()))
+    lines = []
+    for name in names:
+        cells = []
+        for samples in results.observing.values():
+            one, counted = samples[name], samples[observing.COUNTED]
+            cells += [_us(one.median), _us(one.p99), f"{one.over(counted):.2f}"]
+        lines.append((name, *cells))
+    head = [text for rows in results.observing for text in (f"{rows} rows, median us", "p99 us", "of counted")]
+    return [
+        "## What observing costs\n\nOurs fixed, records, flags included. Counting is always on, and in every number of "
+        "this report.",
+        _table(("", *head), lines),
+    ]
 
 
 # ---------------------------------------------------------------------- what was to be shown

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from batching.bench import kernels, prefill, strategies
+from batching.bench import kernels, observing, prefill, strategies
 from batching.bench.batches import differences, expected_flags, flags_of, make_requests
 from batching.bench.strategies import Contender
 from batching.bench.timing import Machine, NoCollection, Samples, gpu_time, measure
@@ -20,7 +20,8 @@ from batching.params import DEFAULT_SEED, SAMPLING, SamplingParams
 from staging import PoolStats, StagingPool
 
 HOST, QUEUED, COPIES, PREFILL, KERNEL, PACKING = "host", "queued", "copies", "prefill", "kernel", "packing"
-SECTIONS = (HOST, QUEUED, COPIES, PREFILL, KERNEL, PACKING)
+PARTS, OBSERVING = "parts", "observing"
+SECTIONS = (HOST, QUEUED, COPIES, PREFILL, KERNEL, PACKING, PARTS, OBSERVING)
 NEEDS_GPU = {
     QUEUED: "there is no queue that the host could run ahead of",
     COPIES: "there are no events to time copies with",
@@ -31,6 +32,7 @@ NEEDS_GPU = {
 _QUEUED_COPIES = 20
 """Batches of uploads that are timed together on the GPU; our pool gets as many slots there."""
 _PACKED = 256
+_FEW_ROWS = (1, 16, 256)
 
 
 @attrs.frozen
@@ -44,6 +46,11 @@ class Settings:
     sections: tuple[str, ...] = SECTIONS
     seed: int = 0
     shapes: tuple[kernels.Shape, ...] = kernels.SHAPES
+
+    @property
+    def few_rows(self) -> tuple[int, ...]:
+        """Enough to show what depends little on them."""
+        return tuple(rows for rows in self.rows if rows in _FEW_ROWS) or self.rows[:1]
 
     def has(self, section: str, device: torch.device) -> bool:
         return section in self.sections and (device.type == "cuda" or section not in NEEDS_GPU)
@@ -63,6 +70,8 @@ class Results:
     kernel: dict[str, dict[str, list[float] | None]] | None = None
     kernel_variants: int | None = None
     packing: dict[str, list[float]] | None = None
+    parts: dict[int, dict[str, list[float]]] | None = None
+    observing: ByRows | None = None
     copies_per_batch: dict[str, int] = attrs.Factory(dict)
     pool: PoolStats | None = None
     """What our pool counted over the sections host, queued and prefill."""
@@ -93,6 +102,11 @@ def compare(runner: Contender, machine: Machine) -> list[str]:
     return found
 
 
+def _compare_observed(machine: Machine, settings: Settings) -> list[str]:
+    with observing.contenders(machine.device, settings.few_rows[0], settings.seed) as runners:
+        return [f"observing, {runner.name}: {line}" for runner in runners for line in compare(runner, machine)[:1]]
+
+
 def compare_all(machine: Machine, pool: StagingPool, settings: Settings, step: Callable[[], None]) -> list[str]:
     """The first difference of each strategy at each number of rows, and of each kernel at each shape."""
     found: list[str] = []
@@ -108,6 +122,8 @@ def compare_all(machine: Machine, pool: StagingPool, settings: Settings, step: C
                 lines = compare(runner, machine)
                 found += [f"{kind}, {rows} rows, {runner.name}: {line}" for line in lines[:1]]
         step()
+    if settings.has(OBSERVING, device):
+        found += _compare_observed(machine, settings)
     if settings.has(KERNEL, device):
         for shape in settings.shapes:
             found += [f"kernel, {shape.label}: {line}" for line in kernels.Case(shape, pool).differences()[:1]]
@@ -132,6 +148,8 @@ def steps(settings: Settings, device: torch.device) -> int:
         + rows * 15 * settings.has(COPIES, device)
         + rows * settings.repeats * 8 * settings.has(PREFILL, device)
         + settings.repeats * settings.has(PACKING, device)
+        + len(settings.few_rows) * settings.has(PARTS, device)
+        + len(settings.few_rows) * settings.has(OBSERVING, device)
     )
 
 
@@ -168,6 +186,26 @@ def time_all(machine: Machine, pool: StagingPool, settings: Settings, step: Call
         _time_kernels(machine, pool, settings, results, step)
     if settings.has(PACKING, device):
         results.packing = _time_packing(settings, step)
+    if settings.has(PARTS, device):
+        results.parts = {}
+        for rows in settings.few_rows:
+            results.parts[rows] = observing.parts(
+                machine, pool, rows, settings.seed, settings.repeats, settings.batches
+            )
+            step()
+    if settings.has(OBSERVING, device):
+        results.observing = {}
+        for rows in settings.few_rows:
+            with observing.contenders(device, rows, settings.seed) as runners:
+                results.observing[rows] = measure(
+                    machine,
+                    runners,
+                    repeats=settings.repeats,
+                    batches=settings.batches,
+                    queued=False,
+                    step=lambda: None,
+                )
+            step()
     return results
 
 
