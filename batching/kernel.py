@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+log = logging.getLogger("batching")
 
 BLOCK = 512
 """Table entries that one program writes at a time."""
@@ -58,15 +61,23 @@ def launch(
 _compiled: dict[int, Any] = {}
 """The compiled kernel by device. There is one variant, whatever the arguments, so from the second launch on Triton need
 not look for it by their types and values, which takes as long as the launch itself."""
+_direct = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+"""Whether a compiled kernel is launched with all arguments of its function. Before 3.6 that was not tried."""
 
 
 def _launch(device: int, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    global _direct
     compiled = _compiled.get(device)
     if compiled is not None:
-        compiled[grid](*arguments, BLOCK)
-        return
+        try:
+            compiled[grid](*arguments, BLOCK)
+            return
+        except TypeError as error:  # the arguments are not what this Triton's launcher takes: nothing was launched
+            log.warning("write_cache_indices goes on with Triton's own launch, which is slower: %s", error)
+            _direct = False
+            _compiled.clear()
     compiled = write_rows[grid](*arguments, BLOCK=BLOCK)
-    if compiled is not None:  # Triton's interpreter compiles nothing
+    if compiled is not None and _direct:  # Triton's interpreter compiles nothing
         _compiled[device] = compiled
 
 

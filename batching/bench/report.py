@@ -267,8 +267,8 @@ def _parts(results: Results) -> list[str]:
         (name, *(f"{statistics.median(of_rows[name]):.2f}" for of_rows in results.parts.values())) for name in names
     ]
     return [
-        "## Where the time of one upload goes\n\nHost microseconds of ours fixed, records, by number of rows; reading the "
-        "clock is in each.",
+        "## Where the time of one upload goes\n\nHost microseconds of ours fixed, records, by number of rows; reading "
+        "the clock is in each.",
         _table(("us", *map(str, results.parts)), lines),
     ]
 

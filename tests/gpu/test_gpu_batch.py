@@ -146,6 +146,29 @@ def test_a_steady_prefill_batch_is_one_copy_one_record_and_no_synchronisation():
     assert (used.uploads - before.uploads, used.allocations - before.allocations) == (1, 0)
 
 
+def test_a_launcher_that_takes_other_arguments_is_left_for_tritons_own_launch(monkeypatch, caplog):
+    """As another version of Triton may have it: one line in the log, and the table is right, now and afterwards."""
+    import batching.kernel as kernel
+
+    class Other:
+        def __getitem__(self, grid):
+            def launch(*arguments):
+                raise TypeError("function takes exactly 8 arguments (9 given)")
+
+            return launch
+
+    monkeypatch.setattr(kernel, "_compiled", {torch.cuda.current_device(): Other()})
+    monkeypatch.setattr(kernel, "_direct", True)
+    with StagingPool("cuda") as pool:
+        for seed in (1, 2):
+            batch, table, out_cache_loc = prefill(16, seed)
+            expected = naive(batch, table.clone(), out_cache_loc)
+            write_cache_indices(batch, table, out_cache_loc, pool)
+            assert torch.equal(table, expected)
+    assert len([record for record in caplog.records if "own launch" in record.message]) == 1
+    assert kernel._compiled == {}
+
+
 def test_a_thousand_steady_batches_allocate_no_host_memory():
     """Not by torch's own count of pinned allocations, and not by the pool's."""
     with StagingPool("cuda") as pool:
