@@ -10,9 +10,10 @@ The numbers are those of `pool.stats()`, read at each scrape; `docs/stats.md` na
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import attrs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -101,17 +102,28 @@ FAMILIES = (
 )
 WAIT = "staging_wait_seconds"
 """The histogram: buckets, sum, count."""
+_TAKEN = {*_LABELS, "le", *(family.label for family in FAMILIES if family.label)}
+_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class PoolCollector(Collector):
     """A collector for any number of pools; keeps none of them alive. Labels: pool (its name) and device.
+
+    `labels` are put on every series as well, such as the rank of this process; `ValueError` for one that cannot be.
 
     A pool that is gone takes its series with it. Two living pools of one name on one device would give one series
     two values, so the second is refused with `ValueError`; where the first serves no more (closed, broken), the second
     takes its place.
     """
 
-    def __init__(self, *pools: StagingPool) -> None:
+    def __init__(self, *pools: StagingPool, labels: Mapping[str, str] | None = None) -> None:
+        self._constant = {name: str(value) for name, value in (labels or {}).items()}
+        for name in self._constant:
+            if name in _TAKEN or not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"labels: {name!r} is no name for one more label: it has letters, digits and underscores, does not "
+                    f"begin with a digit or two underscores, and is none of {', '.join(sorted(_TAKEN))}"
+                )
         self._lock = threading.Lock()
         self._pools: list[weakref.ref[StagingPool]] = []
         for pool in pools:
@@ -131,10 +143,11 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Read every pool once; every metric is there, whether or not a pool is."""
-        snapshots = [(_labels(pool), pool.stats()) for pool in self._living()]
+        names = [*_LABELS, *self._constant]
+        snapshots = [([*_labels(pool), *self._constant.values()], pool.stats()) for pool in self._living()]
         for family in FAMILIES:
-            yield _collected(family, snapshots)
-        yield _waits(snapshots)
+            yield _collected(family, names, snapshots)
+        yield _waits(names, snapshots)
 
     def _living(self) -> list[StagingPool]:
         return [pool for pool in (known() for known in self._pools) if pool is not None]
@@ -144,9 +157,9 @@ def _labels(pool: StagingPool) -> list[str]:
     return [pool.name, str(pool.device)]
 
 
-def _collected(family: Family, snapshots: list[tuple[list[str], PoolStats]]) -> Metric:
+def _collected(family: Family, names: list[str], snapshots: list[tuple[list[str], PoolStats]]) -> Metric:
     kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
-    metric = kind(family.name, family.help, labels=[*_LABELS, family.label] if family.label else _LABELS)
+    metric = kind(family.name, family.help, labels=[*names, family.label] if family.label else names)
     for labels, stats in snapshots:
         for value, key in family.keys.items():
             number = getattr(stats, key)
@@ -154,8 +167,8 @@ def _collected(family: Family, snapshots: list[tuple[list[str], PoolStats]]) -> 
     return metric
 
 
-def _waits(snapshots: list[tuple[list[str], PoolStats]]) -> Metric:
-    metric = HistogramMetricFamily(WAIT, "How long leases waited for a slot", labels=_LABELS)
+def _waits(names: list[str], snapshots: list[tuple[list[str], PoolStats]]) -> Metric:
+    metric = HistogramMetricFamily(WAIT, "How long leases waited for a slot", labels=names)
     for labels, stats in snapshots:
         buckets, so_far = [], 0
         for key, bound in WAIT_BUCKETS.items():

@@ -1,40 +1,36 @@
-"""`python -m batching replay`: recorded traffic through the scheduler, checked, with a table at the end."""
+"""`python -m batching replay`: recorded traffic through the scheduler, checked, by one process or by many ranks."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from tqdm import tqdm
 
 from batching.arguments import (
     CommandError,
     chosen_device,
-    device_name,
-    duration,
     is_out_of_memory,
     lessons,
     number,
     output,
-    pool_rows,
     positive,
-    table,
     whole,
     write_output,
 )
 from batching.replay.observe import ObservedPool, ObservedScheduler
+from batching.replay.ranks import PATIENCE_S, START_S, Job
+from batching.replay.report import RankReport, as_json, differences, job_json, job_report, mismatches, report, row
 from batching.replay.scheduler import Result, Scheduler, Settings
 from batching.replay.serve import MetricsServer
 from batching.replay.timeline import STEPS, Timeline, TimelineError
 from batching.replay.trace import TraceError, TraceRequest, builtin_trace, read_trace
-from staging import PoolStats, StagingError, StagingPool
+from staging import StagingError, StagingPool
 from staging._device import open_device
 
 _SHOWN_BAD_ROWS = 5
@@ -48,7 +44,8 @@ _DESCRIPTION = """\
 Replay recorded traffic through a small scheduler whose every upload goes
 through one StagingPool. With --check (the default) each batch is also built the
 plain way and by a naive oracle, and tensors and sampled tokens are compared bit
-for bit."""
+for bit. Started by torchrun, each rank replays on a device of its own, and one
+table is printed: docs/multi-gpu.md."""
 
 _EXAMPLES = {
     "replay": "the built-in trace, every batch checked, on the GPU if there is one",
@@ -127,94 +124,83 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command itself; returns the exit status."""
+    """The command itself, in one process or as one rank of a job; returns the exit status."""
+    try:
+        job = Job.from_environment()
+    except CommandError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+    if job is None:
+        return _run(arguments, None)
+    with job:
+        status = _run(arguments, job)
+        if job.gathered and status != 130:
+            job.leave(status, arguments.metrics_hold + PATIENCE_S)
+        return status
+
+
+def _run(arguments: argparse.Namespace, job: Job | None) -> int:
+    who = "replay" if job is None else f"replay: rank {job.rank}"
+    speaks = job is None or job.rank == 0
     timeline: Timeline | None = None
     try:
+        if job is not None:
+            job.join()
+            arguments = job.own(arguments)
         _check(arguments)
         device = chosen_device(arguments.device)
         with ExitStack() as stack:
             # First what may not be to be had: a port, a place for the timeline.
             server = None
             if arguments.metrics_port is not None:
-                server = stack.enter_context(MetricsServer(arguments.metrics_port))
-                print(f"replay: metrics at {server.address}", file=sys.stderr, flush=True)
+                labels = {} if job is None else {"rank": str(job.rank)}
+                server = stack.enter_context(MetricsServer(arguments.metrics_port, labels))
+                print(f"{who}: metrics at {server.address}", file=sys.stderr, flush=True)
             if arguments.timeline is not None:
                 seam = open_device(device)
                 timeline = stack.enter_context(Timeline(arguments.timeline, seam, arguments.timeline_steps))
-            trace, left_out = _trace(arguments)
+            trace, left_out = _trace(arguments, speaks)
             pool = stack.enter_context(_pool(arguments, device, timeline))
             if server is not None:
                 server.show(pool)
-            result = _replay(_scheduler(arguments, pool, timeline, trace), len(trace))
+            scheduler = _scheduler(arguments, pool, timeline, trace)
+            if job is not None:
+                job.gather("start", None, START_S)  # all begin together, and find out now whether they can gather
+            result = _replay(scheduler, len(trace), speaks)
             stats = pool.stats()
             name = "built-in trace" if arguments.trace is None else arguments.trace.name
-            print(report(name, pool, result, stats, left_out), flush=True)
-            if arguments.json is not None:
-                document = as_json(name, pool, result, stats, left_out)
-                write_output(arguments.json, json.dumps(document, indent=2) + "\n")
+            text, document = report(name, pool, result, stats, left_out), as_json(name, pool, result, stats, left_out)
+            bad = bool(mismatches(result))
+            if job is not None:
+                mine = RankReport(job.rank, str(pool.device), document, result, stats)
+                ranks = job.gather("result", mine, PATIENCE_S + result.wall_ns / 1e9)
+                job.gathered = True
+                text, document = job_report(ranks, job.backend), job_json(ranks, job.backend)
+                bad = bad or bool(differences(ranks))
+            if speaks:
+                print(text, flush=True)
+                if arguments.json is not None:
+                    write_output(arguments.json, json.dumps(document, indent=2) + "\n")
             if server is not None and arguments.metrics_hold:
                 server.hold(arguments.metrics_hold)  # before the pool is closed: its slots are in the numbers
-        if timeline is not None:  # it is written when all slots have come back
-            print(_row("timeline", _timeline_line(timeline)))
+        if timeline is not None and speaks:  # it is written when all slots have come back
+            print(row("timeline", _timeline_line(timeline)))
+        return 1 if bad else 0
     except (CommandError, StagingError, TimelineError, TraceError) as error:
-        print(f"replay: {error}", file=sys.stderr)
-        _tell_partial(timeline)
-        return 2
+        reason, status = str(error), 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).splitlines()[0]
-        print(f"replay: {reason}; use a smaller --max-batch or --kv-tokens, or fewer --requests", file=sys.stderr)
-        _tell_partial(timeline)
-        return 2
-    except KeyboardInterrupt:
-        print("replay: interrupted", file=sys.stderr)
-        _tell_partial(timeline)
-        return 130
-    return 1 if _mismatches(result) else 0
-
-
-def report(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> str:
-    """The table at the end."""
-    return table(
-        [
-            ("trace", name + (f" ({bad_rows:,} malformed rows left out)" if bad_rows else "")),
-            ("device", f"{device_name(pool.device)}, host memory {pool.memory}, torch {torch.__version__}"),
-            ("requests", f"{result.requests:,} finished, {result.refused:,} refused as too long"),
-            ("prompt tokens", f"{result.prompt_tokens:,}, {result.cached_tokens:,} of them cached"),
-            ("longest prefix", f"{result.longest_prefix:,} tokens"),
-            ("output tokens", f"{result.output_tokens:,}, {result.overrun_tokens:,} more thrown away"),
-            ("steps", f"{result.prefill_steps:,} prefill, {result.decode_steps:,} decode, {result.filters:,} filters"),
-            ("time", duration(result.wall_ns)),
-            (_WIDEST, f"{_each(result.prefill_build_ns, result.prefill_steps)} prefill"),
-            ("", f"{_each(result.decode_build_ns, result.decode_steps)} decode"),
-            ("", f"{_each(result.filter_ns, result.filters)} filter"),
-            *pool_rows(stats),
-            ("mismatches", _mismatch_line(result)),
-        ]
-    )
-
-
-def as_json(name: str, pool: StagingPool, result: Result, stats: PoolStats, bad_rows: int) -> dict[str, Any]:
-    """The result for machines: counts, nanoseconds, bytes."""
-    return {
-        "trace": name,
-        "device": device_name(pool.device),
-        "memory": pool.memory,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **attrs.asdict(result),
-        "bad_rows": bad_rows,
-        "uploads": stats.uploads,
-        "in_flight_met": stats.met_in_flight,
-        "mismatches": _mismatches(result),
-        "mismatches_by_kind": result.mismatches,
-        "pool": stats.as_dict(),
-    }
-
-
-_WIDEST = "host time per batch built"
-"""The table's longest label."""
+        reason = f"{str(error).splitlines()[0]}; use a smaller --max-batch or --kv-tokens, or fewer --requests"
+        status = 2
+    except KeyboardInterrupt as stopped:
+        reason, status = " by ".join(["interrupted", *map(str, stopped.args)]), 130
+    print(f"{who}: {reason}", file=sys.stderr)
+    if timeline is not None and timeline.events:  # what was seen until then may be the most telling part
+        print(f"{who}: the timeline until then: {_timeline_line(timeline)}", file=sys.stderr)
+    if job is not None:
+        job.fail(reason)
+    return status
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -226,16 +212,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--json and --timeline both name {arguments.json}; give each a file of its own")
 
 
-def _trace(arguments: argparse.Namespace) -> tuple[list[TraceRequest], int]:
-    """The requests, and how many malformed rows were left out; the first of these are told."""
+def _trace(arguments: argparse.Namespace, speaks: bool) -> tuple[list[TraceRequest], int]:
+    """The requests, and how many malformed rows were left out; the first of these are told by one who speaks."""
     if arguments.trace is None:
         return builtin_trace()[: arguments.requests], 0
     bad_rows: list[TraceError] = []
     on_bad_row = bad_rows.append if arguments.skip_bad_rows else None
     trace = read_trace(arguments.trace, limit=arguments.requests, on_bad_row=on_bad_row)
-    for bad in bad_rows[:_SHOWN_BAD_ROWS]:
+    for bad in bad_rows[: _SHOWN_BAD_ROWS if speaks else 0]:
         print(f"left out: {bad.path}, line {bad.line}: {bad.reason}", file=sys.stderr)
-    if len(bad_rows) > _SHOWN_BAD_ROWS:
+    if speaks and len(bad_rows) > _SHOWN_BAD_ROWS:
         print(f"left out: {len(bad_rows) - _SHOWN_BAD_ROWS:,} more rows", file=sys.stderr)
     return trace, len(bad_rows)
 
@@ -263,38 +249,12 @@ def _scheduler(
     return Scheduler(trace, pool, settings, check=arguments.check)
 
 
-def _replay(scheduler: Scheduler, requests: int) -> Result:
+def _replay(scheduler: Scheduler, requests: int, speaks: bool) -> Result:
     total = requests - scheduler.result.refused
     # disable=None: no bar where the output is no terminal.
-    with tqdm(total=total, desc="replay", unit="request", disable=None, leave=False) as bar:
+    with tqdm(total=total, desc="replay", unit="request", disable=None if speaks else True, leave=False) as bar:
         return scheduler.run(bar.update)
-
-
-def _row(label: str, value: str) -> str:
-    """A row of the table that comes later, on one line so that a path can be copied."""
-    return f"{label:<{len(_WIDEST) + 2}}{value}"
 
 
 def _timeline_line(timeline: Timeline) -> str:
     return f"{timeline.path}: {timeline.events:,} events of {timeline.iterations:,} iterations"
-
-
-def _tell_partial(timeline: Timeline | None) -> None:
-    """After a replay that was cut off: what was seen until then may be the most telling part."""
-    if timeline is not None and timeline.events:
-        print(f"replay: the timeline until then: {_timeline_line(timeline)}", file=sys.stderr)
-
-
-def _mismatches(result: Result) -> int | None:
-    return None if result.mismatches is None else sum(result.mismatches.values())
-
-
-def _mismatch_line(result: Result) -> str:
-    if result.mismatches is None:
-        return "not checked"
-    found = ", ".join(f"{count:,} in {kind}" for kind, count in result.mismatches.items() if count)
-    return found or "0: tensors and tokens equal bit for bit"
-
-
-def _each(total_ns: int, count: int) -> str:
-    return duration(total_ns / count) if count else "no"

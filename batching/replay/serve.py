@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
 from types import TracebackType
 from typing import Any
@@ -20,8 +20,9 @@ HOST = "127.0.0.1"
 class MetricsServer:
     """Serves what is shown to it for as long as its `with` block runs. `CommandError` on entry when it cannot."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, labels: Mapping[str, str] | None = None) -> None:
         self._port = port
+        self._labels = labels
         self._over = False
         self._read = threading.Event()
         """Somebody has read the numbers of the end."""
@@ -58,7 +59,7 @@ class MetricsServer:
             raise CommandError(
                 f"--metrics-port needs the Prometheus client ({error}): pip install 'staging-pool[metrics]'"
             ) from error
-        self._collector = PoolCollector()
+        self._collector = PoolCollector(labels=self._labels)
         registry = CollectorRegistry()
         registry.register(self._collector)
         try:

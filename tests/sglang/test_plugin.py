@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +33,7 @@ from real_sglang import (
 
 import batching.sglang
 from batching.sglang import KNOWN, PREPARE, SAMPLE, SWITCH, WRITE, _preparing, fed
-from staging import Field, Layout, StagingPool
+from staging import Field, Layout, StagingPool, Upload
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -110,30 +110,33 @@ def edited(monkeypatch: pytest.MonkeyPatch, folder: Path, target: str, old: str,
 
 
 @pytest.mark.parametrize(
-    ("target", "old", "new"),
+    ("target", "old", "new", "uploads", "fields"),
     [
         (
             SAMPLE,
-            "is_all_greedy=all(r.sampling_params.top_k <= 1 for",
-            "is_all_greedy=all(r.sampling_params.top_k < 2 for",
+            "top_k <= 1 for r in reqs),\n            is_any",
+            "top_k < 2 for r in reqs),\n            is_any",
+            1,
+            1,
         ),
-        (WRITE, "[t.data_ptr() for t in prefix_tensors]", "[one.data_ptr() for one in prefix_tensors]"),
-        (
-            PREPARE,
-            "orig_seq_lens = [max(r.extend_end, len(r.origin_input_ids))",
-            "orig_seq_lens = [max(len(r.origin_input_ids), r.extend_end)",
-        ),
+        (WRITE, "[t.data_ptr() for t in prefix_tensors]", "[one.data_ptr() for one in prefix_tensors]", 1, 4),
+        (PREPARE, "extend_lens = [r.extend_len for r in reqs]", "extend_lens = [one.extend_len for one in reqs]", 2, 5),
     ],
     ids=["from_schedule_batch", "write_cache_indices", "prepare_for_extend"],
 )
-def test_a_changed_function_gets_a_line_in_the_log_and_no_change(srt, monkeypatch, tmp_path, caplog, target, old, new):
-    """A copy of SGLang's module with one edited function: that one is left alone, the others are hooked as ever."""
+def test_a_changed_function_gets_a_line_in_the_log_and_no_change(
+    srt, engine, monkeypatch, tmp_path, caplog, target, old, new, uploads, fields
+):
+    """A copy of SGLang's module with one edited function: that one is left alone, the others are fed as ever."""
     with edited(monkeypatch, tmp_path, target, old, new):
         before = current(target)
         assert before.__code__.co_filename.startswith(str(tmp_path))
         with plugged() as feeder:
             assert current(target) is before
             assert set(feeder.hooks()) == set(KNOWN) - {target}
+            assert columns(engine.prefill(two()).sampling_info) == OF_TWO
+            stats = pool_of(feeder).stats()
+            assert (stats.uploads, stats.fields) == (uploads, fields)  # nothing that nobody takes
     lines = [line for line in caplog.messages if target in line]
     assert len(lines) == 1
     assert "is left as it is" in lines[0]
@@ -330,6 +333,25 @@ def test_a_parameter_that_changes_during_allocation_is_read_again(feeder, engine
     assert pool_of(feeder).stats().uploads == 2
 
 
+def test_the_stream_that_takes_the_columns_waits_for_their_copy(feeder, engine, monkeypatch):
+    """It may be another one than that of `write_cache_indices`."""
+    waits = []
+    monkeypatch.setattr(Upload, "wait", lambda self, stream=None: waits.append(stream))
+    engine.prefill(two())
+    assert waits == [None]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two names for one device, as the CPU has them")
+def test_columns_on_another_device_are_not_taken(feeder, engine):
+    """The table is on one device, the batch on another: an upload to each."""
+    engine.table.device = "cpu:0"
+    batch = engine.batch(two())
+    batch.device = "cpu"
+    batch.prepare_for_extend()
+    assert columns(batch.sampling_info) == OF_TWO
+    assert [pool.stats().uploads for pool in feeder._pools.values()] == [1, 1]
+
+
 def test_no_two_infos_share_tensors(feeder, engine, monkeypatch, srt):
     """A second one for the same batch within `prepare_for_extend` gets an upload of its own, as in SGLang."""
     made = []
@@ -368,6 +390,8 @@ def test_a_busy_ring_goes_sglangs_own_way_at_once(feeder, engine):
     """All slots taken: the scheduler does not wait for one."""
     engine.prefill(two())
     pool = pool_of(feeder)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()  # its slot is free again
     layout = Layout([Field("x", torch.int32)])
     held = [pool.lease(layout, rows=1) for _ in range(pool.max_slots)]
     assert columns(engine.prefill(two()).sampling_info) == OF_TWO
@@ -386,8 +410,10 @@ def test_a_device_of_an_untried_kind_goes_sglangs_own_way(feeder, engine, srt, c
     for _ in range(2):
         info = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
         assert info.temperatures.device.type == "meta"
+    assert feeder._with_pointers([torch.zeros(1)], "meta") is None
     assert feeder._pools == {torch.device("meta"): None}
-    assert sum("never been tried" in line for line in caplog.messages) == 1
+    assert [line for line in caplog.messages if "own way" in line] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(("pins", "memory"), [(True, "auto"), (False, "pageable")])
@@ -406,11 +432,52 @@ def test_where_sglang_does_not_pin_the_pool_does_not_either(srt, monkeypatch, en
     assert (options["memory"], options["timeout"]) == (memory, 0)
 
 
-def test_the_pool_bears_the_ranks_of_its_process(srt, engine):
-    """So that the series of several schedulers do not mix."""
-    with plugged() as feeder, srt.runtime_context.get_parallel().override(tp_rank=0, dp_rank=1):
+@pytest.mark.parametrize(("dp_rank", "name"), [(1, "sglang-dp1-tp0"), (None, "sglang-tp0")])
+def test_the_pool_bears_the_ranks_of_its_process(srt, engine, dp_rank, name):
+    """So that the series of several schedulers do not mix; a process without data parallelism has no such rank."""
+    with plugged() as feeder, srt.runtime_context.get_parallel().override(tp_rank=0, dp_rank=dp_rank):
         engine.prefill(two())
-        assert pool_of(feeder).name == "sglang-dp1-tp0"
+        assert pool_of(feeder).name == name
+
+
+def test_a_device_without_an_index_is_the_current_one(feeder, monkeypatch):
+    """SGLang's batches are on "cuda", whichever GPU their process has chosen."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(batching.sglang, "StagingPool", lambda device, **options: StagingPool("cpu", name="stand-in"))
+    assert feeder._pool("cuda") is feeder._pool("cuda:3")
+    assert set(feeder._pools) == {torch.device("cuda:3")}
+
+
+def test_two_threads_make_one_pool(feeder, monkeypatch):
+    """Both have found none, and look once more before they make one: one after the other."""
+    found_none, look_again = threading.Barrier(2), threading.Barrier(2)
+
+    class Met(dict):
+        def __missing__(self, key: Any) -> Any:
+            found_none.wait()
+            raise KeyError(key)
+
+        def __contains__(self, key: Any) -> bool:
+            found = super().__contains__(key)
+            with suppress(threading.BrokenBarrierError):
+                look_again.wait(0.2)
+            return found
+
+    made = []
+
+    def make(device: Any, **options: Any) -> StagingPool:
+        made.append(StagingPool(device, **options))
+        return made[-1]
+
+    monkeypatch.setattr(batching.sglang, "StagingPool", make)
+    feeder._pools = Met()
+    threads = [threading.Thread(target=feeder._pool, args=(DEVICE,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(feeder._pools.values()) == made
+    assert len(made) == 1
 
 
 def test_another_thread_may_prepare_a_batch_meanwhile(feeder, engine, monkeypatch):
@@ -450,16 +517,22 @@ def test_tracebacks_show_sglangs_own_lines(srt, feeder, engine):
 
 
 def one_upload(device: Any) -> torch.Tensor:
-    x = torch.tensor([1], dtype=torch.int32).to(device, non_blocking=True)
+    x = torch.tensor([1, 2], dtype=torch.int32).to(device, non_blocking=True).view(-1, 1)
     y = torch.tensor([2]).to(device)
-    return x + y
+    return (x + y).to(device)
 
 
 def test_fed_asks_for_the_named_uploads_only():
-    """With SGLang's own upload at hand."""
-    copy = fed(one_upload, ["x"])
-    assert copy("cpu", feed=lambda name, own: own() * 10).tolist() == [12]
-    assert one_upload("cpu").tolist() == [3]
+    """With SGLang's own upload at hand, as it is before anything is done with it."""
+    asked = []
+
+    def feed(name: str, own: Any) -> torch.Tensor:
+        asked.append((name, own().shape))
+        return own() * 10
+
+    assert fed(one_upload, ["x"])("cpu", feed=feed).tolist() == [[12], [22]]
+    assert asked == [("x", (2,))]
+    assert one_upload("cpu").tolist() == [[3], [4]]
 
 
 def test_fed_refuses_what_uploads_something_else():

@@ -208,3 +208,22 @@ def test_the_library_itself_does_not_import_the_client() -> None:
     code = "import sys, staging, staging.testing, batching; print('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_more_labels_are_on_every_series(make_pool: MakePool) -> None:
+    """The same for all pools, also numbers; without them nothing changes."""
+    pool = make_pool("cpu", slots=1, name="replay")
+    batch(pool)
+    plain, labelled = samples(PoolCollector(pool).collect()), samples(PoolCollector(pool, labels={"rank": 1}).collect())
+    assert {(name, labels | {("rank", "1")}): number for (name, labels), number in plain.items()} == labelled
+    assert value(labelled, "staging_leases_total", "replay", outcome="ready", rank="1") == 1
+    assert value(labelled, f"{WAIT}_count", "replay", rank="1") == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["pool", "device", "le", "state", "outcome", "", "1st", "a-b", "__name__", "ränk", "a\n"]
+)
+def test_a_label_that_cannot_be_is_refused(name: str) -> None:
+    """One that a series has already, and what Prometheus would not read; it is named."""
+    with pytest.raises(ValueError, match=re.escape(f"labels: {name!r} is no name for one more label")):
+        PoolCollector(labels={name: "1"})
