@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import deque
-from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, cast
 
@@ -29,7 +28,6 @@ from staging.stats import Counters
 if TYPE_CHECKING:
     from staging.lease import Lease
 
-_LAST_UPLOAD = attrgetter("upload")
 _FREE, _FILLING, _IN_FLIGHT, _QUARANTINED = State  # looked up often: a name is several times as fast as a member
 _PATIENCE_S = 0.25
 
@@ -182,10 +180,9 @@ class Ring:
         slot.ticket = None  # not before: until then an interrupt, and one more, leave the slot to its ticket
         counters.uploads += 1
         slots = self.slots
-        if slots and slots[0] is slot:
-            self.slots = [*slots[1:], slot]  # in one step, where taking out and putting back would be two
-        else:
-            slots.sort(key=_LAST_UPLOAD)
+        if slots:
+            at = slots.index(slot)
+            self.slots = [*slots[:at], *slots[at + 1 :], slot]  # in one step: taking out and putting back would be two
         counters.fields += len(plan.places)
         counters.bytes_used += plan.used
         counters.bytes_padded += plan.total - plan.used

@@ -47,12 +47,18 @@ SLOW = ("tests/staging/test_exhaustive.py", "tests/staging/test_interrupts.py", 
 """Left out: they look for orders of events in the ring that no version of anything changes."""
 
 LIMIT_S = 1800
+FAILED = "FAILED"
 
-WHAT_IS_THERE = """
-import importlib.metadata, json, pathlib, sys
+INSTALLED = """
+import pathlib, sys
 import batching, staging
 for package in (staging, batching):
     assert pathlib.Path(package.__file__).is_relative_to(sys.prefix), f"{package.__file__} is not in {sys.prefix}"
+"""
+"""Run in an environment, and in the process that tests: the packages are the installed ones."""
+
+WHAT_IS_THERE = """
+import importlib.metadata, json
 for entry in importlib.metadata.distribution("staging-pool").entry_points:
     entry.load()
 versions = {}
@@ -63,7 +69,7 @@ for name in ("torch", "triton", "numpy", "attrs", "tqdm"):
         versions[name] = "none"
 print(json.dumps({"python": sys.version.split()[0], **versions}))
 """
-"""Run in an environment: the packages are the installed ones, entry points load; prints the versions."""
+"""Run behind it: entry points load; prints the versions."""
 
 
 class ReleaseError(Exception):
@@ -74,8 +80,10 @@ class ReleaseError(Exception):
 class Environment:
     """What an environment is to have."""
 
+    text: str
+    """As on the command line."""
     python: str
-    """The interpreter: a path, or a name in PATH."""
+    """The interpreter's path."""
     torch: str | None = None
     lowest: bool = False
     triton: bool = True
@@ -87,7 +95,7 @@ class Environment:
         python = shutil.which(Path(name).expanduser())
         if python is None:
             raise argparse.ArgumentTypeError(f"{name!r} is no Python; give a path, or a name in PATH")
-        chosen = cls(python)
+        chosen = cls(text, python)
         for word in words:
             if word == "lowest":
                 chosen = attrs.evolve(chosen, lowest=True)
@@ -273,7 +281,9 @@ def requirements(wheel: Mapping[str, bytes], extra: str | None = None) -> list[s
 
 def lowest(wheel: Mapping[str, bytes]) -> list[str]:
     """The lower bounds, of the extra for the tests as well, as constraints."""
-    bounds = [re.fullmatch(r"([\w.-]+)>=([\w.]+)", asked) for extra in (None, "test") for asked in requirements(wheel, extra)]
+    bounds = [
+        re.fullmatch(r"([\w.-]+)>=([\w.]+)", asked) for extra in (None, "test") for asked in requirements(wheel, extra)
+    ]
     return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
 
 
@@ -283,7 +293,7 @@ def lowest(wheel: Mapping[str, bytes]) -> list[str]:
 def virtual_environment(python: str, folder: Path, log: Log) -> Path:
     """Its interpreter."""
     log.run("venv", python, "-m", "venv", folder)
-    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    return folder / "bin" / "python"
 
 
 def try_out(environment: Environment, built: Built, tests: Path, folder: Path) -> list[Row]:
@@ -306,34 +316,37 @@ def try_out(environment: Environment, built: Built, tests: Path, folder: Path) -
             row = Row(built=name)
             rows.append(row)
             shutil.copytree(folder / "torch", folder / name, copy_function=os.link, symlinks=True)
-            python = folder / name / base.relative_to(folder / "torch")
+            python = folder / name / "bin" / "python"
             pip(python, artifact)
             log.run("pip check", python, "-m", "pip", "check")
             if not environment.triton:
                 log.run("without triton", python, "-m", "pip", "uninstall", "--yes", "triton")
-            versions = log.run("import", python, "-W", "error", "-c", WHAT_IS_THERE)
-            rows[-1] = row = attrs.evolve(row, **json.loads(versions), commands="FAILED")
+            versions = log.run("import", python, "-W", "error", "-c", INSTALLED + WHAT_IS_THERE)
+            rows[-1] = row = attrs.evolve(row, **json.loads(versions), commands=FAILED)
             for command in COMMANDS.values():
                 log.run(command, python, "-W", "error", "-m", "batching", *command.split())
             rows[-1] = row = attrs.evolve(row, commands=f"{len(COMMANDS)} passed")
             if name == "wheel":
-                rows[-1] = attrs.evolve(row, tests="FAILED")
+                rows[-1] = attrs.evolve(row, tests=FAILED)
                 pip(python, *requirements(wheel, "test"))
                 rows[-1] = attrs.evolve(row, tests=run_tests(python, tests, log))
             else:
                 rows[-1] = attrs.evolve(row, tests="the same files")
     except ReleaseError as error:
-        print(f"{folder.name}: {error}\nall output: {log.path}", file=sys.stderr, flush=True)
+        print(f"{environment.text}: {error}\nall output: {log.path}", file=sys.stderr, flush=True)
         if not rows:
-            rows.append(Row(built="nothing", commands="FAILED"))
+            rows.append(Row(built="nothing", commands=FAILED))
+    finally:
+        for name in ("torch", "wheel", "sdist"):  # gigabytes each
+            shutil.rmtree(folder / name, ignore_errors=True)
     return rows
 
 
 def run_tests(python: Path, tests: Path, log: Log) -> str:
-    """How many passed. In the process that tests, too, the packages have to be the installed ones."""
-    skipped = [f"--ignore={name}" for name in SLOW]
-    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "what_is_there", *skipped, *TESTS)
-    printed = log.run("tests", *command, cwd=tests)
+    """How many passed."""
+    skipped = tuple(f"--ignore={name}" for name in SLOW)
+    options = ("-q", "-p", "no:cacheprovider", "-p", "installed", *skipped)
+    printed = log.run("tests", python, "-m", "pytest", *options, *TESTS, cwd=tests)
     counted = re.search(r"^(\d+ passed.*) in \d", printed, re.MULTILINE)
     if counted is None:
         raise ReleaseError("tests: none passed")
@@ -347,11 +360,62 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def release(environments: Sequence[Environment], work: Path) -> bool:
+    """All of it, in this folder; prints the table. Returns whether all is as it should be."""
+    names = known_to_git()
+    released = [name for name in names if name in BESIDE or name.split("/")[0] in PACKAGES]
+    files = {name: (ROOT / name).read_bytes() for name in released}
+    built = build(released, work)
+    wheel = read_archive(built.wheel)
+    found = [
+        *(f"{built.wheel.name}: {fault}" for fault in wheel_faults(wheel, files)),
+        *(f"{built.sdist.name}: {fault}" for fault in sdist_faults(read_archive(built.sdist), files)),
+        *difference(wheel, read_archive(built.wheel_of_sdist)),
+    ]
+    for fault in found:
+        print(fault, file=sys.stderr)
+    tests = copy([name for name in names if name.split("/")[0] not in PACKAGES], work / "tests")
+    (tests / "installed.py").write_text(INSTALLED)
+    rows = []
+    for number, environment in enumerate(environments, 1):
+        rows += try_out(environment, built, tests, work / f"environment-{number}")
+    kept = ("git", "describe", "--always", "--dirty=, changed since", "--exclude=*")
+    commit = subprocess.run(kept, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    print(f"{built.wheel.name} and {built.sdist.name}, commit {commit}, {time.strftime('%Y-%m-%d')}\n")
+    print(table(rows))
+    return not found and all("passed" in row.commands and row.tests != FAILED for row in rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [-h] [--keep FOLDER] [ENVIRONMENT …]"
+        prog="python tests/release.py",
+        description=lines[0],
+        epilog="\n".join(lines[1:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("environments", nargs="*", type=Environment.read, metavar="ENVIRONMENT")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder, for what was built and all output")
+    parser.add_argument(
+        "environments", nargs="*", type=Environment.read, metavar="ENVIRONMENT",
+        help="a Python, and after colons what differs from pip's choice: lowest, torch=VERSION, no-triton",
+    )  # fmt: skip
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder for what was built and all output")
     chosen = parser.parse_args(arguments)
-    return 0
+    if not (ROOT / ".git").exists():
+        parser.error(f"{ROOT} is no git checkout: what belongs to the release is not known")
+    if chosen.keep is not None and chosen.keep.exists():
+        parser.error(f"argument --keep: {chosen.keep} is there already; name a new folder")
+    with tempfile.TemporaryDirectory(prefix="staging-release-") as temporary:
+        work = Path(temporary)
+        if chosen.keep is not None:
+            work = chosen.keep.resolve()
+            work.mkdir(parents=True)
+        try:
+            good = release(chosen.environments or [Environment.read(sys.executable)], work)
+        except ReleaseError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

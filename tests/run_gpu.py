@@ -78,8 +78,19 @@ SECTIONS = {
     ),
     "threads": Section(
         "24 threads x 5,000 batches: host time and pinned allocations, beside the per-call way's",
-        (*SOAK, *words("--beside --threads 24 --batches 5000 --no-delays --warm --json {out}/threads.json")),
-        580,
+        (
+            PYTHON,
+            "-m",
+            "batching",
+            "bench",
+            "--device",
+            "cuda",
+            "--sections",
+            "threads",
+            "--json",
+            "{out}/threads.json",
+        ),
+        200,
     ),
     "bench": Section(
         "ours beside every rival",

@@ -527,7 +527,7 @@ mutation(
 mutation(
     "the order of the ring changes in two steps",
     RING,
-    "self.slots = [*slots[1:], slot]",
+    "self.slots = [*slots[:at], *slots[at + 1 :], slot]",
     "slots.remove(slot); slots.append(slot)",
     f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[steady-False]",
 )

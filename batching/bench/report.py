@@ -29,6 +29,7 @@ def markdown(about: dict[str, Any], settings: Settings, results: Results) -> str
     parts += _packing(results) if results.packing else []
     parts += _parts(results) if results.parts else []
     parts += _observing(results) if results.observing else []
+    parts += _threads(settings, results) if results.threads else []
     if about["cuda"]:
         parts += _claims(results)
     else:
@@ -68,6 +69,7 @@ def as_json(about: dict[str, Any], settings: Settings, results: Results) -> dict
         "packing": results.packing,
         "parts": results.parts and {str(rows): numbers for rows, numbers in results.parts.items()},
         "observing": by_rows(results.observing),
+        "threads": results.threads and {name: attrs.asdict(found) for name, found in results.threads.items()},
         "claims": [{"claim": claim, "value": value, "holds": holds} for claim, value, holds in claims(results)],
         "pool": results.pool and results.pool.as_dict(),
     }
@@ -291,6 +293,25 @@ def _observing(results: Results) -> list[str]:
     ]
 
 
+def _threads(settings: Settings, results: Results) -> list[str]:
+    assert results.threads
+    lines = [
+        (
+            name,
+            *(_us(value) for value in found.percentiles_us.values()),
+            "not counted" if found.pinned_allocations is None else str(found.pinned_allocations),
+            "; ".join(found.wrong[:2]) or "nothing",
+        )
+        for name, found in results.threads.items()
+    ]
+    head = ("host us of a batch", *next(iter(results.threads.values())).percentiles_us)
+    return [
+        f"## {settings.threads} threads, {settings.thread_batches:,} batches each\n\n16 rows, each thread on a stream "
+        "of its own; no flags; after a warm-up of a tenth. The threads share one interpreter lock, and wait for it.",
+        _table((*head, "pinned allocations", "wrong"), lines),
+    ]
+
+
 # ---------------------------------------------------------------------- what was to be shown
 
 
@@ -337,6 +358,11 @@ def claims(results: Results) -> list[tuple[str, str, bool]]:
             least = 3.0 if label in _THREE_TIMES else 1 / 1.1
             claim = "3x less GPU time than the serial form" if least > 1 else "at most 10 % slower than the serial form"
             found.append((f"kernel {claim}, {label}", f"{kernel_gain:.2f}x less", kernel_gain >= least))
+    for name, threaded in (results.threads or {}).items():
+        if name != by.FRESH_PINNED and threaded.pinned_allocations is not None:
+            pinned, wrong = threaded.pinned_allocations, len(threaded.wrong)
+            claim = f"many threads, {name}: nothing pinned after the warm-up, nothing wrong"
+            found.append((claim, f"{pinned} pinned, {wrong} wrong", pinned == wrong == 0))
     if results.kernel_variants is not None:
         found.append(("one compiled variant of the kernel", str(results.kernel_variants), results.kernel_variants == 1))
     return found

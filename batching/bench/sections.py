@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from batching.bench import kernels, observing, prefill, strategies
+from batching.bench import kernels, observing, prefill, strategies, threads
 from batching.bench.batches import differences, expected_flags, flags_of, make_requests
 from batching.bench.strategies import Contender
 from batching.bench.timing import Machine, NoCollection, Samples, gpu_time, measure
@@ -20,12 +20,13 @@ from batching.params import DEFAULT_SEED, SAMPLING, SamplingParams
 from staging import PoolStats, StagingPool
 
 HOST, QUEUED, COPIES, PREFILL, KERNEL, PACKING = "host", "queued", "copies", "prefill", "kernel", "packing"
-PARTS, OBSERVING = "parts", "observing"
-SECTIONS = (HOST, QUEUED, COPIES, PREFILL, KERNEL, PACKING, PARTS, OBSERVING)
+PARTS, OBSERVING, THREADS = "parts", "observing", "threads"
+SECTIONS = (HOST, QUEUED, COPIES, PREFILL, KERNEL, PACKING, PARTS, OBSERVING, THREADS)
 NEEDS_GPU = {
     QUEUED: "there is no queue that the host could run ahead of",
     COPIES: "there are no events to time copies with",
     KERNEL: "the kernels are for a GPU",
+    THREADS: "nothing is pinned",
 }
 """Sections that are left out on the CPU, and why."""
 
@@ -44,6 +45,8 @@ class Settings:
     batches: int = 200
     queued_batches: int = 6
     sections: tuple[str, ...] = SECTIONS
+    threads: int = 24
+    thread_batches: int = 5000
     seed: int = 0
     shapes: tuple[kernels.Shape, ...] = kernels.SHAPES
 
@@ -72,6 +75,7 @@ class Results:
     packing: dict[str, list[float]] | None = None
     parts: dict[int, dict[str, list[float]]] | None = None
     observing: ByRows | None = None
+    threads: dict[str, threads.Threaded] | None = None
     copies_per_batch: dict[str, int] = attrs.Factory(dict)
     pool: PoolStats | None = None
     """What our pool counted over the sections host, queued and prefill."""
@@ -150,6 +154,7 @@ def steps(settings: Settings, device: torch.device) -> int:
         + settings.repeats * settings.has(PACKING, device)
         + len(settings.few_rows) * settings.has(PARTS, device)
         + len(settings.few_rows) * settings.has(OBSERVING, device)
+        + 3 * settings.has(THREADS, device)
     )
 
 
@@ -206,6 +211,14 @@ def time_all(machine: Machine, pool: StagingPool, settings: Settings, step: Call
                     step=lambda: None,
                 )
             step()
+    if settings.has(THREADS, device):
+        results.threads = {}
+        with threads.threads_pool(device, settings.threads) as deep:
+            for name, build in threads.ways(device, deep).items():
+                results.threads[name] = threads.run(
+                    device, build, settings.threads, settings.thread_batches, settings.seed
+                )
+                step()
     return results
 
 

@@ -60,7 +60,7 @@ class LateStreams(SimulatedDevice):
 
     def wait(self, stream: int, event: SimulatedEvent) -> None:
         super().wait(stream, event)
-        self.queues[stream].append(Work(lambda: None, awaits=event))
+        self.queues[stream].append(Work(lambda: None, awaits=SimulatedEvent(event.behind)))  # as recorded by now
 
     def _deliver(self, copy: SimulatedCopy) -> None:
         self.finish(copy)  # which notes it when the source has changed

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import uuid
@@ -394,11 +395,12 @@ def command_parser() -> Any:
 
 def test_a_rank_that_does_not_come_is_named(two):
     """After the time it was given, not later: a rank that hangs holds nobody up for good."""
-    begin = time.monotonic()
+    late = threading.Timer(10, two[1].fail, ["too late"])
+    late.start()
     with pytest.raises(CommandError, match=r"^rank 1 of 2 did not come to the result within 300 ms of this one"):
         two[0].gather("result", None, 0.3)
-    assert time.monotonic() - begin < 5
     two[0].leave(1, 0.1)
+    late.cancel()
 
 
 def test_a_rank_that_has_failed_is_named_with_its_reason(two, monkeypatch):
@@ -407,7 +409,7 @@ def test_a_rank_that_has_failed_is_named_with_its_reason(two, monkeypatch):
     two[1].fail("nowhere.csv: cannot read the file")
     two[1].fail("and one more thing")
     with pytest.raises(CommandError, match=r"^rank 1 failed: nowhere\.csv: cannot read the file$"):
-        two[0].gather("start", None, 300)
+        two[0].gather("start", None, 20)
 
 
 def test_an_error_that_nobody_foresaw_is_told_to_the_others(two, monkeypatch):
@@ -416,7 +418,7 @@ def test_an_error_that_nobody_foresaw_is_told_to_the_others(two, monkeypatch):
     with pytest.raises(ZeroDivisionError), two[1]:
         _ = 1 // 0
     with pytest.raises(CommandError, match=r"^rank 1 failed: ZeroDivisionError\("):
-        two[0].gather("start", None, 300)
+        two[0].gather("start", None, 20)
 
 
 def test_once_all_have_gathered_a_failure_waits_for_the_others(two):
@@ -437,7 +439,7 @@ def test_a_store_that_is_gone_ends_the_wait():
     job = Job(0, 2, 0, store=store)
     del server
     with pytest.raises(CommandError, match="the job's store is gone, and with it torchrun"):
-        job.gather("start", None, 300)
+        job.gather("start", None, 20)
     job.fail("this nobody reads")
     job.leave(1, 300)
 
