@@ -155,7 +155,7 @@ class Job:
             self._come("end")
             if status:
                 self._wait("end", patience_s)
-        except (CommandError, RuntimeError):
+        except (CommandError, RuntimeError, KeyboardInterrupt):
             pass  # there is nothing left to be told
 
     def _come(self, what: str) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from batching.__main__ import main
+from batching.replay.trace import builtin_trace, write_mooncake
 from tests.replay.test_ranks import Launched, free, grid, launch, uploads
 
 __all__ = ["launch"]  # the fixture: it kills what is left of a job
@@ -21,7 +21,7 @@ __all__ = ["launch"]  # the fixture: it kills what is left of a job
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 DEVICES = ("cuda:0", "cuda:1")
-REPLAY = ("replay", "--device", "cuda", "--forward-us", "1000")
+REPLAY = ("replay", "--device", "cuda", "--forward-us", "5000")
 Launch = Callable[..., Launched]
 
 
@@ -49,15 +49,16 @@ def test_each_rank_replays_on_a_device_of_its_own_and_nccl_gathers(launch: Launc
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_killed_in_the_middle_ends_the_job(launch: Launch, killed: int) -> None:
+def test_a_rank_killed_in_the_middle_ends_the_job(launch: Launch, killed: int, tmp_path: Path) -> None:
     """Whichever it is: torchrun names it, the other is stopped within seconds, and no process is left on a device."""
     port = next(port for port in range(20_000, 60_000, 7) if free(port) and free(port + 1))
-    job = launch(*REPLAY, "--forward-us", "20000", "--metrics-port", str(port))
+    write_mooncake(builtin_trace(4000), tmp_path / "long.jsonl")
+    job = launch(*REPLAY, "long.jsonl", "--metrics-port", str(port))
 
     def both_at_work() -> bool:
         try:
             return all(uploads(port + rank, rank, device) > 30 for rank, device in enumerate(DEVICES))
-        except (urllib.error.URLError, KeyError):
+        except (OSError, KeyError):
             return False
 
     job.until(both_at_work)

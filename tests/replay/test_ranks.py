@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,6 +30,7 @@ from batching.replay.ranks import Job
 from batching.replay.report import RankReport, differences, job_json, job_report, summed_results, summed_stats
 from batching.replay.scheduler import Result
 from batching.replay.serve import HOST
+from batching.replay.trace import builtin_trace, write_mooncake
 from staging import PoolStats
 from staging.stats import COUNTERS, PEAKS
 from tests.replay.test_metrics_port import scrape
@@ -193,13 +193,14 @@ def test_two_ranks_print_one_table_and_write_one_document(launch, tmp_path, monk
 def test_a_rank_killed_in_the_middle_ends_the_job(launch, tmp_path):
     """Within seconds: torchrun names the rank and the signal, the other is stopped and closes what it has open."""
     port = next(port for port in range(20_000, 60_000, 7) if free(port) and free(port + 1))
-    job = launch("replay", "--device", "cpu", "--metrics-port", str(port), "--timeline", "run.json")
+    write_mooncake(builtin_trace(4000), tmp_path / "long.jsonl")
+    job = launch("replay", "--device", "cpu", "long.jsonl", "--metrics-port", str(port), "--timeline", "run.json")
 
     def both_at_work() -> bool:
         """By their own metrics, each under its rank and at its port."""
         try:
             return all(uploads(port + rank, rank) > 30 for rank in (0, 1))
-        except (urllib.error.URLError, KeyError):
+        except (OSError, KeyError):
             return False
 
     job.until(both_at_work)
@@ -412,6 +413,15 @@ def test_a_rank_that_has_failed_is_named_with_its_reason(two, monkeypatch):
         two[0].gather("start", None, 20)
 
 
+def test_a_mistake_is_told_to_the_others_as_well(alone, monkeypatch, capsys):
+    """Not only on standard error: those that wait see no other rank's."""
+    told: list[str] = []
+    monkeypatch.setattr(Job, "fail", lambda self, reason: told.append(reason))
+    assert main([*REPLAY, "nowhere.csv"]) == 2
+    assert capsys.readouterr().err == f"replay: rank 0: {told[0]}\n"
+    assert told[0].startswith("nowhere.csv: cannot read the file")
+
+
 def test_an_error_that_nobody_foresaw_is_told_to_the_others(two, monkeypatch):
     """A traceback ends this rank, and its last line is their reason."""
     monkeypatch.setattr(ranks, "_GRACE_S", 0.0)
@@ -429,6 +439,19 @@ def test_once_all_have_gathered_a_failure_waits_for_the_others(two):
     two[0].leave(0, 300)  # returns at once, though rank 1 has not come
     begin = time.monotonic()
     two[1].leave(2, 300)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_rank_that_holds_its_status_back_can_be_stopped(two):
+    """By SIGTERM: there is nothing left to be told."""
+    stop = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM])
+    begin = time.monotonic()
+    with two[1]:
+        stop.start()
+        try:
+            two[1].leave(1, 20)
+        except KeyboardInterrupt:
+            pytest.fail("it was interrupted, with a traceback")
     assert time.monotonic() - begin < 5
 
 
@@ -555,6 +578,7 @@ def test_the_report_names_the_slowest_rank_and_the_one_whose_ring_was_too_short(
     assert re.search(r"^time of a rank +1\.00 ms min, 1\.25 ms median, 1\.50 ms max$", text, re.MULTILINE)
     assert re.search(r"^host time per batch built +200 ns min, 300 ns median, 400 ns max$", text, re.MULTILINE)
     assert re.search(r"^advice +rank 1: 3 leases waited.*\s+with slots=6$", text, re.MULTILINE)
+    assert text.count("\nadvice ") == 1
     assert re.search(r"^mismatches +2 in tokens$", text, re.MULTILINE)
     assert re.search(r"^ranks +2, gathered through nccl$", text, re.MULTILINE)
     assert (document["slowest_rank"], document["sum"]["mismatches"]) == (1, 2)

@@ -377,9 +377,9 @@ def test_without_the_option_nothing_is_observed(tmp_path, capsys, monkeypatch):
     seen = []
     original = command._replay
 
-    def spied(scheduler, requests):
+    def spied(scheduler, *others):
         seen.append((type(scheduler), type(scheduler.pool), type(scheduler.pool._device)))
-        return original(scheduler, requests)
+        return original(scheduler, *others)
 
     monkeypatch.setattr(command, "_replay", spied)
     arguments = ["replay", "--device", "cpu", "--requests", "5"]
