@@ -92,7 +92,7 @@ class Environment:
     def read(cls, text: str) -> Environment:
         """From the command line, as `python3.11:torch=2.13.0:no-triton`."""
         name, *words = text.split(":")
-        python = shutil.which(Path(name).expanduser())
+        python = shutil.which(os.path.expanduser(name))
         if python is None:
             raise argparse.ArgumentTypeError(f"{name!r} is no Python; give a path, or a name in PATH")
         chosen = cls(text, python)

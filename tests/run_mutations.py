@@ -1179,7 +1179,7 @@ mutation(
     "staging/_prepared.py",
     'f"={self.array.size}',
     'f"{self.array.size}',
-    f"{LAYOUTS}::test_a_bad_value_in_a_column_is_named_with_its_row",
+    "staging/test_prepared.py::test_plain_floats_that_do_not_fit_are_named_and_infinity_is_none_of_them",
 )
 mutation(
     "records of one layout go where another's went",

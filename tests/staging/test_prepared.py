@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from staging import Field, FieldError, Layout, StagingPool, Upload
+from staging import Field, FieldError, Layout, LeaseError, StagingPool, Upload
 from staging._prepared import MOST
 from staging.testing import SimulatedDevice
 
@@ -43,6 +43,22 @@ def test_lengths_that_come_again_after_the_slot_got_a_larger_buffer(make_pool: M
         old.append(weakref.ref(pool._ring.slots[0].buffer.array))
     assert pool.stats().enlarged == 2
     assert len({id(ref()) for ref in old if ref() is not None}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("form", [list, tuple])
+def test_plain_floats_that_do_not_fit_are_named_and_infinity_is_none_of_them(
+    make_pool: MakePool, dtype: torch.dtype, form: type
+) -> None:
+    """All floats, as most columns are: the short way, which may not make infinity of a large number."""
+    layout = Layout([Field("column", dtype)])
+    with make_pool("cpu", slots=1).lease(layout, rows=3) as lease:
+        with pytest.raises(FieldError, match=r"row 1: field 'column': 1e\+39 \(float\) is too large"):
+            lease["column"] = form([1.0, 1e39, 2.0])
+        with pytest.raises(LeaseError, match="never written"):
+            lease.upload()
+        lease["column"] = form([1.0, float("inf"), -0.0])
+        assert str(lease.upload()["column"].tolist()) == "[1.0, inf, -0.0]"
 
 
 @pytest.mark.parametrize("end", ["upload", "discard"])
