@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
 from batching.errors import BatchError
-from batching.params import TOP_K_ALL, Table
+from batching.needs import FLAGS
+from batching.params import Table, needs_of
 from batching.request import ScheduleBatch
 from batching.stage import stage_rows, staged_for
 from staging import Field, Layout, StagingPool
@@ -53,9 +53,11 @@ class SamplingBatchInfo:
     """Some min_p is more than 0."""
     _table: Table = attrs.field(alias="table", repr=False)
     """The same rows on the host: flags are computed from it after a filter, without asking the device."""
+    _needs: int = attrs.field(alias="needs", repr=False)
+    """The flags as bits, see `batching.needs`."""
 
     def __attrs_post_init__(self) -> None:
-        self._set_flags()
+        self._set_flags(self._needs)
 
     @classmethod
     def from_schedule_batch(
@@ -77,7 +79,8 @@ class SamplingBatchInfo:
         if not batch.deterministic:
             columns["sampling_seed"] = None  # type: ignore[assignment]
         device = columns["temperatures"].device
-        return cls(**columns, vocab_size=vocab_size, device=device, table=staged.sampling)
+        needs = needs_of(staged.sampling, staged.params)
+        return cls(**columns, vocab_size=vocab_size, device=device, table=staged.sampling, needs=needs)
 
     def __repr__(self) -> str:
         # Without the values: printing a tensor waits for the device.
@@ -111,7 +114,7 @@ class SamplingBatchInfo:
             raise BatchError(f"keep_indices_device must be a tensor of the {len(keep)} kept rows")
         self._replace({name: column.index_select(0, keep_indices_device) for name, column in self._columns()})
         self._table = self._table[keep]
-        self._set_flags()
+        self._set_flags(needs_of(self._table))
 
     def merge_batch(self, other: SamplingBatchInfo) -> None:
         """Append the rows of `other`, whose tensors stay its own; flags are combined. The current stream does it.
@@ -127,11 +130,7 @@ class SamplingBatchInfo:
             )
         self._replace({name: torch.cat([column, getattr(other, name)]) for name, column in self._columns()})
         self._table = np.concatenate([self._table, other._table])
-        self.is_all_greedy = self.is_all_greedy and other.is_all_greedy
-        self.is_any_greedy = self.is_any_greedy or other.is_any_greedy
-        self.need_top_p_sampling = self.need_top_p_sampling or other.need_top_p_sampling
-        self.need_top_k_sampling = self.need_top_k_sampling or other.need_top_k_sampling
-        self.need_min_p_sampling = self.need_min_p_sampling or other.need_min_p_sampling
+        self._set_flags(self._needs | other._needs)
 
     def _columns(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, column) for name in _COLUMNS if (column := getattr(self, name)) is not None]
@@ -141,20 +140,15 @@ class SamplingBatchInfo:
         for name, column in columns.items():
             setattr(self, name, column)
 
-    def _set_flags(self) -> None:
-        table = self._table
-        if not len(table):
-            self.is_all_greedy = True
-            self.is_any_greedy = self.need_top_p_sampling = self.need_top_k_sampling = self.need_min_p_sampling = False
-            return
-        top_ks: Any = table["top_ks"]
-        # The reductions themselves: the methods `min` and `max` cost twice as much for a few rows.
-        least, most = np.minimum.reduce(top_ks), np.maximum.reduce(top_ks)
-        self.is_all_greedy = bool(most <= 1)
-        self.is_any_greedy = bool(least <= 1)
-        self.need_top_k_sampling = bool(least != TOP_K_ALL or most != TOP_K_ALL)
-        self.need_top_p_sampling = bool(np.minimum.reduce(table["top_ps"]) < 1)  # none is above 1
-        self.need_min_p_sampling = bool(np.maximum.reduce(table["min_ps"]) > 0)
+    def _set_flags(self, needs: int) -> None:
+        self._needs = needs
+        (
+            self.is_all_greedy,
+            self.is_any_greedy,
+            self.need_top_p_sampling,
+            self.need_top_k_sampling,
+            self.need_min_p_sampling,
+        ) = FLAGS[needs]
 
 
 def checked_keep_indices(keep_indices: Sequence[int], rows: int) -> list[int]:

@@ -12,10 +12,8 @@ import numpy.typing as npt
 import torch
 
 from batching.errors import SamplingValueError
+from batching.needs import TOP_K_ALL, needs_of_row, needs_of_rows
 from staging import Field, FieldError, Layout
-
-TOP_K_ALL = 1 << 30
-"""The top_k that stands for the whole vocabulary, as in SGLang."""
 
 GREEDY_BELOW = 1e-6
 """A temperature below this means greedy sampling: temperature 1.0 with top_k 1."""
@@ -37,6 +35,9 @@ SAMPLING = Layout(
 
 Table = npt.NDArray[Any]
 """A structured array of `SAMPLING.record_dtype`, one record for each request."""
+
+FEW = 96
+"""Up to so many requests it is faster to ask each what it needs than to look through the table."""
 
 
 @attrs.frozen(eq=False)
@@ -61,12 +62,15 @@ class SamplingParams:
     sampling_seed: int | None = None
     record: bytes = attrs.field(init=False, repr=False)
     """The values as they are uploaded, made by `SAMPLING.pack`."""
+    needs: int = attrs.field(init=False, repr=False)
+    """What it needs of the sampler: bits of `batching.needs`."""
 
     def __attrs_post_init__(self) -> None:
         values = normalised(self, "sampling parameters")
         for name, value in zip(_NAMES, values, strict=True):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "record", _pack(values))
+        object.__setattr__(self, "needs", needs_of_row(*values[1:4]))
 
     @classmethod
     def of(cls, rid: str, **values: Any) -> SamplingParams:
@@ -118,6 +122,21 @@ def table_of(requests: Sequence[Any], params: list[Any] | None = None) -> Table:
         # Not SAMPLING.join, which measures every record: these were packed by it.
         return np.frombuffer(b"".join([one.record for one in params]), SAMPLING.record_dtype)
     return _foreign_table(requests, params)
+
+
+def needs_of(table: Table, params: Sequence[Any] = ()) -> int:
+    """What these requests need of the sampler together; their parameters save time, where they are at hand."""
+    if 0 < len(params) <= FEW and set(map(type, params)) <= {SamplingParams}:
+        return union([one.needs for one in params])
+    return needs_of_rows(table["top_ps"], table["top_ks"], table["min_ps"])
+
+
+def union(needs: Iterable[int]) -> int:
+    """All bits together."""
+    bits = 0
+    for some in set(needs):  # few differ
+        bits |= some
+    return bits
 
 
 def _foreign_table(requests: Sequence[Any], params: list[Any]) -> Table:

@@ -9,6 +9,9 @@ import torch
 from staging._prepared import MOST
 from staging.layout import Plan
 
+Landing = tuple[torch.Tensor, "dict[str, torch.Tensor]"]
+"""The part of a destination that the copy fills, and its fields."""
+
 
 class Destination:
     """One tensor that was found suitable, and its views by plan."""
@@ -19,9 +22,11 @@ class Destination:
         self.ref = ref
         self.address = out.data_ptr()
         self.nbytes = out.numel()
-        self.views: dict[tuple[Plan, bool], tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
-        """The part that the copy fills, and its fields. By plan and inference mode: what is made inside of that may not
-        be written outside."""
+        self.views: tuple[dict[Plan, Landing], dict[Plan, Landing]] = ({}, {})
+        """By plan; those in the second were made in inference mode, and may not be written outside it."""
+
+
+_in_inference_mode = torch.is_inference_mode_enabled
 
 
 class Destinations:
@@ -34,7 +39,7 @@ class Destinations:
         """Forget all of them: a tensor that was given other memory in place would keep the old."""
         self._known.clear()
 
-    def find(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+    def find(self, out: torch.Tensor, plan: Plan) -> Landing | None:
         """What was remembered for this tensor and plan; None when it has to be checked, since it is another one, or
         its memory, size or shape was changed."""
         known = self._known.get(id(out))
@@ -47,9 +52,9 @@ class Destinations:
             or not out.is_contiguous()
         ):
             return None
-        return known.views.get((plan, torch.is_inference_mode_enabled()))
+        return known.views[_in_inference_mode()].get(plan)
 
-    def remember(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def remember(self, out: torch.Tensor, plan: Plan) -> Landing:
         """A tensor that was checked for this plan."""
         number = id(out)
         known = self._known.get(number)
@@ -57,9 +62,10 @@ class Destinations:
             # May run anywhere, like any callback of the garbage collector: so it does no more than this.
             ref = weakref.ref(out, lambda ref, pop=self._known.pop: pop(number, None))  # type: ignore[misc]
             known = self._known[number] = Destination(out, ref)
-        if len(known.views) >= MOST:
-            known.views.clear()
+        views = known.views[_in_inference_mode()]
+        if len(views) >= MOST:
+            views.clear()
         # Not a slice of `out` itself: torch's views keep the tensor they are taken from, and it would stay.
         landing = out.detach()[: plan.total].view(plan.cut.dtype)
-        found = known.views[plan, torch.is_inference_mode_enabled()] = (landing, plan.cut.tensors(landing))
+        found = views[plan] = (landing, plan.cut.tensors(landing))
         return found

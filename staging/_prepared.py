@@ -17,7 +17,7 @@ import torch
 
 from staging._device import HostBuffer
 from staging._fill import PLAIN
-from staging.layout import DTYPES, Layout, Place, Plan
+from staging.layout import DTYPES, ROWS, Layout, Place, Plan
 
 MOST = 256
 """Entries that a slot keeps: lengths that never repeat make it start over, rather than grow for ever."""
@@ -25,20 +25,36 @@ MOST = 256
 Array = npt.NDArray[Any]
 
 
+class Scratch:
+    """Ordinary memory of one slot, where joined records lie while they are transposed into its fields."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def of(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """So many bytes of it. All users have the same: each writes before it reads."""
+        if nbytes > len(self._memory):
+            self._memory = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)  # older views keep what they are of
+        return self._memory[:nbytes]
+
+
 class Prepared:
     """The views of one slot's buffer for one plan."""
 
-    __slots__ = ("_plan", "_records", "array", "columns", "source", "targets")
+    __slots__ = ("_plan", "_records", "_scratch", "array", "columns", "source", "targets")
 
-    def __init__(self, plan: Plan, buffer: HostBuffer) -> None:
+    def __init__(self, plan: Plan, buffer: HostBuffer, scratch: Scratch) -> None:
         self._plan = plan
+        self._scratch = scratch
         self._records: dict[Layout, Targets] = {}
         self.array = buffer.array
         self.source: torch.Tensor = buffer.tensor[: plan.total].view(plan.cut.dtype)
         """What the copy reads."""
         self.columns: dict[str, Column] = {}
         """Those that were written so far, by name; `column` makes one."""
-        self.targets = Targets(None, 0, ())
+        self.targets = Targets(None, 0, 0, memoryview(b""), ())
         """Of the layout whose records were written last: looking one up hashes the layout, comparing does not."""
 
     def column(self, place: Place) -> Column:
@@ -54,13 +70,16 @@ class Prepared:
         targets = self._records.get(layout)
         if targets is None:
             runs = self._plan.record_runs(layout)
+            nbytes = self._plan.lengths[ROWS] * layout.record_dtype.itemsize
+            scratch = self._scratch.of(nbytes)
             bits = 0
-            views: list[Run] = []
+            moves: list[Move] = []
             for run in runs:
                 bits |= run.bits
                 target = np.ndarray(run.target_shape, run.dtype, self.array, run.target, run.target_strides)
-                views.append((run.target_shape, run.dtype, run.record, run.record_strides, target))
-            targets = self._records[layout] = Targets(layout, bits, tuple(views))
+                source = np.ndarray(run.target_shape, run.dtype, scratch, run.record, run.record_strides)
+                moves.append((target, source))
+            targets = self._records[layout] = Targets(layout, bits, nbytes, scratch.data, tuple(moves))
         self.targets = targets
         return targets
 
@@ -83,8 +102,8 @@ class Column:
         """Converts exactly as the dtype does, and raises where a value does not fit; in half of numpy's time."""
 
 
-Run = tuple["tuple[int, ...]", "np.dtype[Any]", int, "tuple[int, ...]", Array]
-"""Adjacent alike fields of records: shape, dtype, offset and strides there, and the array in the slot they go to."""
+Move = tuple[Array, Array]
+"""Adjacent alike fields of records: where they go to in the slot, and where they lie in the scratch."""
 
 
 @attrs.frozen(eq=False)
@@ -94,4 +113,8 @@ class Targets:
     layout: Layout | None
     bits: int
     """Of the fields that they write."""
-    runs: tuple[Run, ...]
+    nbytes: int
+    """Of all records together."""
+    joined: memoryview
+    """The scratch, where they are put first."""
+    moves: tuple[Move, ...]

@@ -46,6 +46,7 @@ class Ring:
         """Why every lease fails, once it does: the pool is closed, broken or forked."""
         self.dropped: deque[Ticket] = deque()
         """Of leases that were collected before their end: appended without the lock; drained by the next lease."""
+        self._drop = self.dropped.append
         self.discarded: deque[tuple[Slot, int]] = deque()
         """Leases discarded while the lock was taken, perhaps by this thread: garbage collection may run anywhere."""
         self.may_grow = True
@@ -180,12 +181,12 @@ class Ring:
         slot.ticket = None  # not before: until then an interrupt, and one more, leave the slot to its ticket
         counters.uploads += 1
         slots = self.slots
-        if slots:
-            at = slots.index(slot)
-            self.slots = [*slots[:at], *slots[at + 1 :], slot]  # in one step: taking out and putting back would be two
-        counters.fields += len(plan.places)
+        if slots:  # in one step: taking out and putting back would be two
+            at = 0 if slots[0] is slot else slots.index(slot)
+            self.slots = [*slots[:at], *slots[at + 1 :], slot] if at else [*slots[1:], slot]
+        counters.fields += plan.fields
         counters.bytes_used += plan.used
-        counters.bytes_padded += plan.total - plan.used
+        counters.bytes_padded += plan.padding
         if counters.bytes_peak < plan.total:
             counters.bytes_peak = plan.total
         if counters.in_flight_peak < len(slots):  # in the long run it is the whole ring, and nobody need count
@@ -298,11 +299,12 @@ class Ring:
         if self.watch is not None:
             self.watch.taken(slot)
         # Before the generation moves on and the lease is open, all is ready for its end.
-        ticket = Ticket(lease, self.dropped.append)
-        ticket.slot, ticket.generation = slot, slot.generation + 1
+        generation = slot.generation + 1
+        ticket = Ticket(lease, self._drop)
+        ticket.slot, ticket.generation = slot, generation
         slot.ticket = ticket
-        lease._slot, lease._generation = slot, slot.generation + 1
-        slot.generation += 1
+        lease._slot, lease._generation = slot, generation
+        slot.generation = generation
         slot.state = _FILLING
         slot.since = self._device.now()
         slot.holder = get_ident()
@@ -316,19 +318,20 @@ class Ring:
         In flight: ask its event. Quarantined: record a new event behind whatever was queued on its stream, which
         turns the unknown into something that can be asked.
         """
+        device = self._device
         try:
             if slot.state is _QUARANTINED:
-                event = self._device.new_event()
-                self._device.record(event, slot.stream)
+                event = device.new_event()
+                device.record(event, slot.stream)
                 slot.event = event  # only now: an upload may still be told to wait for the old one
                 slot.healed_at = self.counters.uploads
                 self._enter(slot, _IN_FLIGHT)
                 self.counters.heals += 1
             if slot.state is _IN_FLIGHT:
-                if not self._device.done(slot.event):
+                if not device.done(slot.event):
                     return False
                 slot.state = _FREE
-                slot.since = self._device.now()
+                slot.since = device.now()
         except Exception as error:
             if slot.state is _IN_FLIGHT:  # the answer is unknown, so the slot's event is
                 self.quarantine(slot, error)

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from staging._device import HostBuffer
-from staging._prepared import MOST, Prepared
+from staging._prepared import MOST, Prepared, Scratch
 from staging.layout import Plan
 
 
@@ -38,6 +38,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
+        "_scratch",
         "buffer",
         "capacity",
         "event",
@@ -62,6 +63,7 @@ class Slot:
         self.capacity = 0
         self.prepared: dict[Plan, Prepared] = {}
         """Views of the buffer, by plan; emptied when the slot gets another buffer."""
+        self._scratch = Scratch()
         self.event = event
         self.stream: Any = None
         """The stream of the last copy: where a quarantined slot's event is recorded again."""
@@ -87,7 +89,7 @@ class Slot:
             assert self.buffer is not None, "a slot that was leased has memory"
             if len(self.prepared) >= MOST:
                 self.prepared.clear()
-            prepared = self.prepared[plan] = Prepared(plan, self.buffer)
+            prepared = self.prepared[plan] = Prepared(plan, self.buffer, self._scratch)
         return prepared
 
     def __repr__(self) -> str:

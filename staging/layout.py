@@ -23,6 +23,10 @@ ROWS = "rows"
 ALIGNMENT = 16
 """Each field starts at a multiple of this many bytes: any dtype can be viewed there, and a kernel can load 16 bytes."""
 
+KEPT_ALONG = 64 * 1024
+"""Bytes that may lie in one device allocation with the per-row fields: the token ids of a usual chunk, 8192 of int64.
+Who keeps a sampling column keeps them as well; a second allocation, and the copy into it, cost the host 10 us."""
+
 _MOST_PLANS = 4096
 
 DTYPES: dict[torch.dtype, tuple[npt.DTypeLike, str]] = {
@@ -179,13 +183,17 @@ class Plan:
     lengths: dict[str, int]
     places: tuple[Place, ...]
     by_name: dict[str, Place]
+    fields: int
+    """How many."""
     used: int
     """Bytes of the fields themselves."""
+    padding: int
+    """Bytes between and behind them."""
     total: int
     """Bytes of the one copy: the fields and the padding between them, a multiple of ALIGNMENT."""
     row_runs: tuple[tuple[int, int, int], ...]
     """(from, to, bytes) of each run of adjacent per-row fields, to give these an allocation of their own; empty where
-    all fields are per row, or none is."""
+    the others are no more than `KEPT_ALONG`, or there are none."""
     row_total: int
     """Bytes of that allocation."""
     cut: Cut
@@ -386,7 +394,8 @@ class Layout:
         runs: list[tuple[int, int, int]] = []
         row_offsets: dict[str, int] = {}
         row_total = 0
-        if len({field.counts == ROWS for field, _ in filled}) == 2:
+        others = sum(counted[field.counts] * field.entry_bytes for field, _ in filled if field.counts != ROWS)
+        if others > KEPT_ALONG and counted.get(ROWS):
             for field, offset in filled:
                 if field.counts != ROWS:
                     continue
@@ -409,12 +418,15 @@ class Layout:
             if field.name in row_offsets:
                 row_pieces.append((field.name, row_offsets[field.name], nbytes, field.dtype, viewed))
         cut = Cut.of(pieces, total)
+        used = sum(place.nbytes for place in places)
         return Plan(
             layout=self,
             lengths=counted,
             places=tuple(places),
             by_name={place.field.name: place for place in places},
-            used=sum(place.nbytes for place in places),
+            fields=len(places),
+            used=used,
+            padding=total - used,
             total=total,
             row_runs=tuple(runs),
             row_total=row_total,

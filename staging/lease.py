@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import countOf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -82,20 +83,16 @@ class Lease:
         Floats are rounded to the field's dtype. Integers for a float field become a double first, so one beyond 2**53
         is rounded twice.
         """
-        place = self._plan.by_name.get(name) if isinstance(name, str) else None
-        if place is None:
-            raise FieldError(
-                f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
-                f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
-            )
         slot = self._slot
         if slot.generation == self._generation and slot.buffer is not None:
             prepared = self._prepared or self._prepare()
-            column = prepared.columns.get(name) or prepared.column(place)
+            column = prepared.columns.get(name) if type(name) is str else None
+            if column is None:
+                column = prepared.column(self._place(name))
             kind = type(values)
             if kind is list or kind is tuple:
                 # Nothing but plain numbers of the usual type: counting them runs no code of theirs.
-                if column.length == len(values) == [*map(type, values)].count(column.usual):
+                if column.length == len(values) == countOf(map(type, values), column.usual):
                     self._written &= ~column.bit
                     try:
                         column.pack(prepared.array, column.offset, *values)
@@ -104,45 +101,48 @@ class Lease:
                     else:
                         self._written |= column.bit
                         return
-            elif kind is np.ndarray and values.dtype == place.numpy_dtype and values.shape == place.shape:
+            elif kind is np.ndarray and values.dtype == column.array.dtype and values.shape == column.array.shape:
                 column.array[...] = values
                 self._written |= column.bit
                 return
+        place = self._place(name)
         values = readable(values)  # code of the caller's may run here, and end this very lease: before the check
         self._check_open("write")
         self._written &= ~place.bit
         write_column(self._column(place), values, place.field)
         self._written |= place.bit
 
-    def write_records(self, records: Sequence[bytes] | npt.NDArray[Any], layout: Layout | None = None) -> None:
+    def write_records(self, records: Sequence[bytes] | bytes | npt.NDArray[Any], layout: Layout | None = None) -> None:
         """Write the per-row fields of `layout` (default: the lease's own) from records, one for each row, in order.
 
-        `records` are bytes made by `layout.pack`, or what `layout.join` made of them. Every per-row field of
-        `layout` must be a field of the leased layout with the same dtype and shape. Raises `FieldError` for a
-        mismatch, `LeaseError` after the end.
+        `records` are bytes made by `layout.pack`: a sequence with one for each row, all of them joined to one
+        `bytes`, or what `layout.join` made of them. Joined by the caller only their number is checked. Every per-row
+        field of `layout` must be a field of the leased layout with the same dtype and shape. Raises `FieldError` for
+        a mismatch, `LeaseError` after the end.
         """
+        plan = self._plan
         if layout is None:
-            layout = self._plan.layout
-        table = records if isinstance(records, np.ndarray) else layout.join(records)
-        if self._slot.generation != self._generation:
+            layout = plan.layout
+        # Code of the caller's may run here, and end this very lease: before the check.
+        joined = records if type(records) is bytes else _joined(records, layout, plan)
+        slot = self._slot
+        if self._generation != slot.generation:
             self._check_open("write")
-        if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:
-            raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
-        rows = self._plan.lengths.get(ROWS, 0)
-        if table.shape != (rows,):
-            raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got records of shape {table.shape}")
-        if not rows:
-            for run in self._plan.record_runs(layout):  # there is nothing to move, but the layout is checked
-                self._written |= run.bits
+        if slot.buffer is None or not joined:
+            self._write_no_records(joined, layout)
             return
         prepared = self._prepared or self._prepare()
         targets = prepared.targets
         if targets.layout is not layout:
+            if len(joined) != _bytes_of(layout, plan):
+                raise _wrong_bytes(joined, layout, plan)
             targets = prepared.records(layout)
-        if not table.flags.c_contiguous:
-            table = np.ascontiguousarray(table)
-        for shape, dtype, offset, strides, target in targets.runs:
-            target[...] = np.ndarray(shape, dtype, table, offset, strides)
+        elif len(joined) != targets.nbytes:
+            raise _wrong_bytes(joined, layout, plan)
+        self._written &= ~targets.bits
+        targets.joined[:] = joined
+        for target, source in targets.moves:
+            target[...] = source
         self._written |= targets.bits
 
     def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:
@@ -188,11 +188,50 @@ class Lease:
                 f"to somebody else; take a new lease from {self._pool!r}"
             )
 
+    def _place(self, name: object) -> Place:
+        place = self._plan.by_name.get(name) if isinstance(name, str) else None
+        if place is None:
+            raise FieldError(
+                f"layout {self.layout.name!r} has no field {name!r}; a lease is written a whole field at a time: "
+                f"lease[name] = values, name one of {', '.join(self._plan.by_name)}"
+            )
+        return place
+
     def _prepare(self) -> Prepared:
         prepared = self._prepared = self._slot.views(self._plan)
         return prepared
+
+    def _write_no_records(self, joined: bytes, layout: Layout) -> None:
+        """There is nothing to move, but the layout and the number of records are checked."""
+        if len(joined) != _bytes_of(layout, self._plan):
+            raise _wrong_bytes(joined, layout, self._plan)
+        for run in self._plan.record_runs(layout):
+            self._written |= run.bits
 
     def _column(self, place: Place) -> npt.NDArray[Any]:
         if self._slot.buffer is None:
             return np.empty(place.shape, place.numpy_dtype)  # a lease of zero bytes: values are checked all the same
         return (self._prepared or self._prepare()).column(place).array
+
+
+def _joined(records: Sequence[bytes] | bytes | npt.NDArray[Any], layout: Layout, plan: Plan) -> bytes:
+    """The bytes of all records, if there is one of `layout` for each row."""
+    table = records if isinstance(records, np.ndarray) else layout.join(records)  # type: ignore[arg-type]
+    if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:
+        raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
+    rows = plan.lengths.get(ROWS, 0)
+    if table.shape != (rows,):
+        raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got records of shape {table.shape}")
+    return table.tobytes()
+
+
+def _bytes_of(layout: Layout, plan: Plan) -> int:
+    """Of the records of all rows."""
+    return plan.lengths.get(ROWS, 0) * layout.record_dtype.itemsize
+
+
+def _wrong_bytes(joined: bytes, layout: Layout, plan: Plan) -> FieldError:
+    return FieldError(
+        f"layout {layout.name!r}: {plan.lengths.get(ROWS, 0)} rows were leased, whose records have "
+        f"{_bytes_of(layout, plan)} bytes ({layout.record_dtype.itemsize} each), got {len(joined)}"
+    )

@@ -579,7 +579,12 @@ class StagingPool:
                 ring.upload_failed(lease, token, error)
             self._log_notes()
             raise
-        return Upload(lease, tensors, landing if out is None else None, rows, stream)
+        upload = Upload(tensors)
+        upload._lease = lease
+        upload._landing = landing if out is None else None
+        upload._rows = rows
+        upload._stream = stream
+        return upload
 
     def _discard(self, lease: Lease) -> None:
         if lease._generation != lease._slot.generation:

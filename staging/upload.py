@@ -14,30 +14,23 @@ class Upload(dict[str, torch.Tensor]):
     """The result of `Lease.upload()`: a dictionary from field name to device tensor, in the order of the layout.
 
     The tensors are views of one fresh device allocation that belongs to the caller, so they live as long as anybody
-    keeps one of them; none ever aliases a slot. Where a layout mixes per-row fields with others (tokens), the per-row
-    fields get an allocation of their own, so that keeping a sampling column for thousands of steps does not keep the
-    token ids of one. With `upload(out=…)` they are views of the caller's `out` instead, the same objects for every
-    upload of these lengths to it: do not change their shapes.
+    keeps one of them; none ever aliases a slot. Where a layout has more than 64 KiB of other fields (tokens), the
+    per-row fields get an allocation of their own, so that keeping a sampling column for thousands of steps does not
+    keep the token ids of one. With `upload(out=…)` they are views of the caller's `out` instead, the same objects for
+    every upload of these lengths to it: do not change their shapes.
 
     On the stream of the upload they can be used at once. On any other stream call `wait(stream)` first.
     """
 
     __slots__ = ("_landing", "_lease", "_rows", "_stream")
 
-    def __init__(
-        self,
-        lease: Lease,
-        tensors: dict[str, torch.Tensor],
-        landing: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        stream: Any,
-    ) -> None:
-        dict.__init__(self, tensors)
-        self._lease = lease  # which has ended
-        self._landing = landing
-        """The fresh allocation; None where the destination is the caller's."""
-        self._rows = rows
-        self._stream = stream
+    # The pool sets them: an __init__ of Python's would cost as much as three tensors.
+    _lease: Lease
+    """Which has ended."""
+    _landing: torch.Tensor | None
+    """The fresh allocation; None where the destination is the caller's."""
+    _rows: torch.Tensor | None
+    _stream: Any
 
     # By identity: a dictionary's equality would compare tensors, and wait for the device.
     __eq__ = object.__eq__

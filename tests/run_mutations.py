@@ -73,7 +73,7 @@ MUTANTS, INTERRUPTS = "staging/test_mutants.py", "staging/test_interrupts.py"
 mutation(
     "the event is not asked before reuse",
     RING,
-    "if not self._device.done(slot.event):",
+    "if not device.done(slot.event):",
     "if False:",
     f"{GUARD}::test_with_the_guard_the_same_batches_arrive_as_they_were_written",
 )
@@ -115,8 +115,8 @@ mutation(
 mutation(
     "a hand-out does not begin a generation",
     RING,
-    "lease._slot, lease._generation = slot, slot.generation + 1\n        slot.generation += 1",
-    "lease._slot, lease._generation = slot, slot.generation",
+    "generation = slot.generation + 1\n        ticket = Ticket",
+    "generation = slot.generation\n        ticket = Ticket",
     f"{MUTANTS}::test_an_upload_whose_slot_was_handed_out_again_has_nothing_to_wait_for",
 )
 mutation(
@@ -178,7 +178,7 @@ mutation(
 mutation(
     "healing trusts an event that was never recorded",
     RING,
-    "self._device.record(event, slot.stream)",
+    "device.record(event, slot.stream)",
     "pass",
     f"{FAULTS}::test_an_event_that_was_never_recorded_is_never_trusted",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
@@ -186,15 +186,15 @@ mutation(
 mutation(
     "healing records on another stream than the copy's",
     RING,
-    "self._device.record(event, slot.stream)",
-    "self._device.record(event, self._device.current_stream())",
+    "device.record(event, slot.stream)",
+    "device.record(event, device.current_stream())",
     f"{FAULTS}::test_late_bytes_of_a_failed_upload_are_still_its_own",
 )
 mutation(
     "healing gives the old upload an event that was never recorded",
     RING,
-    "event = self._device.new_event()",
-    "event = slot.event = self._device.new_event()",
+    "event = device.new_event()",
+    "event = slot.event = device.new_event()",
     f"{FAULTS}::test_waiting_for_an_upload_never_rests_on_an_event_that_was_never_recorded",
 )
 mutation(
@@ -220,6 +220,13 @@ mutation(
     "if plan.row_runs:",
     "if False:",
     f"{LEASES}::test_row_fields_do_not_keep_the_storage_of_token_fields",
+)
+mutation(
+    "a usual chunk gets a second allocation",
+    "staging/layout.py",
+    "if others > KEPT_ALONG and counted.get(ROWS):",
+    "if others and counted.get(ROWS):",
+    f"{LEASES}::test_token_fields_up_to_a_usual_chunk_share_the_allocation_of_the_row_fields",
 )
 mutation(
     "another stream's use of an upload is not marked",
@@ -399,9 +406,76 @@ mutation(
 mutation(
     "an inference tensor once found good is written outside of inference mode",
     "staging/_fixed.py",
-    "return known.views.get((plan, torch.is_inference_mode_enabled()))",
-    "return known.views.get((plan, True)) or known.views.get((plan, False))",
+    "return known.views[_in_inference_mode()].get(plan)",
+    "return known.views[True].get(plan) or known.views[False].get(plan)",
     "staging/test_prepared.py::test_a_destination_made_in_inference_mode_is_refused_outside_it_however_often",
+)
+mutation(
+    "joined records of any length are taken",
+    LEASE,
+    "elif len(joined) != targets.nbytes:",
+    "elif len(joined) < targets.nbytes:",
+    f"{LAYOUTS}::test_records_that_do_not_fit_the_layout_are_refused",
+)
+mutation(
+    "joined records of any length are taken the first time",
+    LEASE,
+    "if len(joined) != _bytes_of(layout, plan):",
+    "if False:",
+    "staging/test_prepared.py::test_records_of_a_batch_without_rows_are_none",
+)
+mutation(
+    "records without a slot are not counted",
+    LEASE,
+    "if len(joined) != _bytes_of(layout, self._plan):",
+    "if False:",
+    "staging/test_prepared.py::test_records_of_a_batch_without_rows_are_none",
+)
+mutation(
+    "records that were cut off count as written",
+    LEASE,
+    "self._written &= ~targets.bits",
+    "pass",
+    "staging/test_prepared.py::test_records_that_were_cut_off_count_as_unwritten",
+)
+mutation(
+    "the runtime is asked whatever device is current",
+    "staging/_cuda.py",
+    "return self._runtime is not None and self._current_device() == self._index",
+    "return self._runtime is not None",
+    "staging/test_cuda_calls.py::test_without_a_runtime_or_with_another_device_current_torch_does_it",
+)
+mutation(
+    "an event that torch has not made is recorded by the runtime",
+    "staging/_cuda.py",
+    "if not handle or not self._is_direct():",
+    "if not self._is_direct():",
+    "staging/test_cuda_calls.py::test_an_event_is_recorded_by_torch_first_which_makes_it_and_then_by_the_runtime",
+)
+mutation(
+    "a copy that the runtime refused counts as queued",
+    "staging/_cuda.py",
+    """source.nbytes, _HOST_TO_DEVICE, stream)
+        if error:""",
+    """source.nbytes, _HOST_TO_DEVICE, stream)
+        if False:""",
+    "staging/test_cuda_calls.py::test_an_error_of_the_runtime_is_raised_and_taken_from_torch",
+)
+mutation(
+    "a record that the runtime refused counts as done",
+    "staging/_cuda.py",
+    """self._record(handle, stream)
+        if error:""",
+    """self._record(handle, stream)
+        if False:""",
+    "staging/test_cuda_calls.py::test_an_error_of_the_runtime_is_raised_and_taken_from_torch",
+)
+mutation(
+    "an error of the runtime is left to torch's next kernel",
+    "staging/_cuda.py",
+    "self._runtime.cudaGetLastError()",
+    "pass",
+    "staging/test_cuda_calls.py::test_an_error_of_the_runtime_is_raised_and_taken_from_torch",
 )
 mutation(
     "a pool is closed below its own thread",
@@ -467,13 +541,6 @@ mutation(
     "staging/test_prepared.py::test_a_closed_pool_keeps_no_destination",
 )
 mutation(
-    "a table with gaps is read as if it had none",
-    LEASE,
-    "if not table.flags.c_contiguous:",
-    "if False:",
-    "staging/test_prepared.py::test_records_of_any_order_and_of_some_fields_arrive",
-)
-mutation(
     "records of fields that are not adjacent are moved as one run",
     "staging/layout.py",
     "and place.offset == last.target + last.target_strides[0] * len(last.names)",
@@ -490,7 +557,7 @@ mutation(
 mutation(
     "a destination remembers views without end",
     "staging/_fixed.py",
-    "if len(known.views) >= MOST:",
+    "if len(views) >= MOST:",
     "if False:",
     "staging/test_prepared.py::test_lengths_that_never_come_again_fill_no_memory",
 )
@@ -511,9 +578,9 @@ mutation(
 mutation(
     "a lease is watched only when its slot is reserved",
     RING,
-    "slot.ticket = ticket\n        lease._slot, lease._generation = slot, slot.generation + 1\n"
-    "        slot.generation += 1\n        slot.state = _FILLING\n        slot.since = self._device.now()\n",
-    "lease._slot, lease._generation = slot, slot.generation + 1\n        slot.generation += 1\n"
+    "slot.ticket = ticket\n        lease._slot, lease._generation = slot, generation\n"
+    "        slot.generation = generation\n        slot.state = _FILLING\n        slot.since = self._device.now()\n",
+    "lease._slot, lease._generation = slot, generation\n        slot.generation = generation\n"
     "        slot.state = _FILLING\n        slot.since = self._device.now()\n        slot.ticket = ticket\n",
     f"{INTERRUPTS}::test_an_interrupt_anywhere_loses_no_slot[steady-False]",
 )
@@ -992,9 +1059,23 @@ mutation(
     f"{INFOS}::test_seeds_are_there_only_under_deterministic_sampling",
 )
 mutation(
+    "foreign parameters are asked what they need",
+    "batching/params.py",
+    "if 0 < len(params) <= FEW and set(map(type, params)) <= {SamplingParams}:",
+    "if 0 < len(params) <= FEW and type(params[0]) is SamplingParams:",
+    "batching/test_params.py::test_what_requests_need_is_the_same_asked_of_them_and_of_the_table",
+)
+mutation(
+    "merged batches need what the first one needs",
+    INFO,
+    "self._set_flags(self._needs | other._needs)",
+    "self._set_flags(self._needs)",
+    f"{INFOS}::test_random_filters_and_merges_keep_rows_and_flags_right",
+)
+mutation(
     "flags are not computed anew after a filter",
     INFO,
-    "self._table = self._table[keep]\n        self._set_flags()",
+    "self._table = self._table[keep]\n        self._set_flags(needs_of(self._table))",
     "self._table = self._table[keep]",
     f"{INFOS}::test_random_filters_and_merges_keep_rows_and_flags_right",
 )

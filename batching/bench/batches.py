@@ -10,19 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batching.params import DEFAULT_SEED, SAMPLING, TOP_K_ALL, SamplingParams, Table
+from batching.needs import FLAGS, TOP_K_ALL, Flags
+from batching.params import DEFAULT_SEED, FEW, SAMPLING, SamplingParams, Table, needs_of, union
 from staging import Field, Layout
 
 POINTERS = Layout([Field("prefix_pointers", torch.uint64)], name="pointers")
 COLUMNS = Layout((SAMPLING + POINTERS).fields, name="columns")
 """The five sampling columns and the pointers to cached prefixes: what every strategy uploads."""
 NAMES = tuple(field.name for field in COLUMNS.fields)
-
-FEW = 48
-"""Up to so many rows Python's min and max over a list are faster than two reductions by numpy."""
-
-Flags = tuple[bool, bool, bool, bool, bool]
-"""All greedy, any greedy, needs top-p, needs top-k, needs min-p."""
 
 
 @attrs.frozen(eq=False)
@@ -56,9 +51,14 @@ class Batch:
         return cls(requests, tuple(new_rows), joined(requests))
 
 
+def records(requests: list[BenchRequest]) -> bytes:
+    """The records of all requests, joined: the fill of every strategy that goes by records."""
+    return b"".join([request.record for request in requests])
+
+
 def joined(requests: list[BenchRequest]) -> Table:
-    """The records of all requests as one table: the fill of every strategy that goes by records."""
-    return np.frombuffer(b"".join([request.record for request in requests]), COLUMNS.record_dtype)
+    """The same as a table."""
+    return np.frombuffer(records(requests), COLUMNS.record_dtype)
 
 
 Columns = tuple[list[float], list[float], list[int], list[float], list[int], list[int]]
@@ -78,27 +78,17 @@ def columns(requests: list[BenchRequest]) -> Columns:
     )
 
 
-def flags_of(table: Table) -> Flags:
+def flags_of(batch: Batch) -> Flags:
     """The five flags of a batch: one function, on the same host data, for all strategies.
 
-    The table is at hand before the clock starts. A strategy by records has made it anyway; one by columns would have to
-    look at its lists, which costs more, so this is in the rivals' favour.
+    What each request needs was found when it was made; the table is at hand before the clock starts. A strategy by
+    records has made it anyway; one by columns would have to look at its lists, which costs more, so this is in the
+    rivals' favour.
     """
-    top_ks, top_ps, min_ps = table["top_ks"], table["top_ps"], table["min_ps"]
-    if len(table) <= FEW:
-        ks = top_ks.tolist()
-        least, most = min(ks), max(ks)
-        lowest_p, highest_min_p = min(top_ps.tolist()), max(min_ps.tolist())
-    else:
-        least, most = np.minimum.reduce(top_ks), np.maximum.reduce(top_ks)
-        lowest_p, highest_min_p = np.minimum.reduce(top_ps), np.maximum.reduce(min_ps)
-    return (
-        bool(most <= 1),
-        bool(least <= 1),
-        bool(lowest_p < 1),  # none is above 1
-        bool(least != TOP_K_ALL or most != TOP_K_ALL),
-        bool(highest_min_p > 0),
-    )
+    requests = batch.requests
+    few = len(requests) <= FEW
+    needs = union([request.params.needs for request in requests]) if few else needs_of(batch.table)
+    return FLAGS[needs]
 
 
 # ---------------------------------------------------------------------- generating

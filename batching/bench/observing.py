@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from batching.bench.batches import COLUMNS, Batch, all_new, flags_of, joined
+from batching.bench.batches import COLUMNS, Batch, all_new, flags_of, records
 from batching.bench.strategies import Contender, Ours, Tensors
 from batching.bench.timing import Machine, NoCollection
 from batching.replay.observe import ObservedPool
@@ -119,7 +119,7 @@ def parts(
                 batch = batches[number % len(batches)]
                 marks = [clock()]
                 marks.append(clock())
-                table = joined(batch.requests)
+                table = records(batch.requests)
                 marks.append(clock())
                 lease = pool.lease(COLUMNS, rows=rows)
                 marks.append(clock())
@@ -130,7 +130,7 @@ def parts(
                     lease.upload(out)
                     marks.append(clock())
                 marks.append(clock())
-                flags_of(batch.table)
+                flags_of(batch)
                 marks.append(clock())
                 for name, begin, end in zip(_PARTS, marks, marks[1:], strict=False):
                     times.setdefault(name, []).append(end - begin)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batching.bench.batches import COLUMNS, NAMES, Batch, BenchRequest, Expected, all_new, columns, joined
+from batching.bench.batches import COLUMNS, NAMES, Batch, BenchRequest, Expected, all_new, columns, records
 from batching.bench.batches import expected_columns as expected_sampling
-from batching.bench.strategies import FLAT, Contender, Cut, Tensors
+from batching.bench.strategies import Contender, Cut, Tensors
 from staging import Field, Layout, StagingPool
 
 LENGTHS = Layout(
@@ -122,39 +123,37 @@ class Slab:
 
     def by_columns(self, batch: Batch) -> Tensors:
         cut, slab, data = self.slab(batch)
-        for (_, dtype, offset), values in zip(cut.host, columns(batch.requests), strict=False):
+        for (dtype, offset), values in zip(cut.host, columns(batch.requests), strict=False):
             np.ndarray(cut.rows, dtype, data, offset)[:] = values
         return self.send(batch, cut, slab, data)
 
     def by_records(self, batch: Batch) -> Tensors:
         cut, slab, data = self.slab(batch)
-        table = joined(batch.requests).view(FLAT)
-        for name, dtype, offset in cut.host[: len(NAMES)]:
-            np.ndarray(cut.rows, dtype, data, offset)[:] = table[name]
+        cut.transpose(records(batch.requests), data)
         return self.send(batch, cut, slab, data)
 
-    def slab(self, batch: Batch) -> tuple[Cut, torch.Tensor, npt.NDArray[np.uint8]]:
+    def slab(self, batch: Batch) -> tuple[Cut, torch.Tensor, npt.NDArray[Any]]:
         key = len(batch.requests), sum([len(request.input_ids) for request in batch.requests])
         cut = self.cuts.get(key)
         if cut is None:
             cut = self.cuts[key] = Cut(PREFILL, rows=key[0], tokens=key[1])
-        slab = torch.empty(cut.total, dtype=torch.uint8, pin_memory=self.pin)
+        slab = torch.empty(cut.elements, dtype=cut.dtype, pin_memory=self.pin)
         return cut, slab, slab.numpy()
 
-    def send(self, batch: Batch, cut: Cut, slab: torch.Tensor, data: npt.NDArray[np.uint8]) -> Tensors:
-        for (_, dtype, offset), integers in zip(cut.host[len(NAMES) : -1], lengths(batch.requests), strict=True):
+    def send(self, batch: Batch, cut: Cut, slab: torch.Tensor, data: npt.NDArray[Any]) -> Tensors:
+        for (dtype, offset), integers in zip(cut.host[len(NAMES) : -1], lengths(batch.requests), strict=True):
             np.ndarray(cut.rows, dtype, data, offset)[:] = integers
-        _, dtype, offset = cut.host[-1]
+        dtype, offset = cut.host[-1]
         ids = [request.input_ids for request in batch.requests]
-        np.concatenate(ids, out=data[offset:].view(dtype)[: sum(map(len, ids))])
+        np.concatenate(ids, out=np.ndarray(sum(map(len, ids)), dtype, data, offset))
         return cut.views(slab.to(self.device, non_blocking=True))
 
 
 class Ours:
     """One lease for all 14 arrays.
 
-    A fresh upload gives the per-row arrays an allocation of their own, by one more copy on the device, so that a
-    sampling column that is kept does not keep the token ids. A fixed one does without.
+    With more token ids than `MOST_TOKENS` a fresh upload would give the per-row arrays an allocation of their own, by
+    one more copy on the device, so that a sampling column that is kept does not keep them.
     """
 
     def __init__(self, pool: StagingPool, fixed_rows: int = 0) -> None:
@@ -168,11 +167,9 @@ class Ours:
         return self.send(batch, dict(zip(NAMES, columns(batch.requests), strict=True)), None)
 
     def by_records(self, batch: Batch) -> Tensors:
-        return self.send(batch, {}, joined(batch.requests))
+        return self.send(batch, {}, records(batch.requests))
 
-    def send(
-        self, batch: Batch, sampling: Mapping[str, list[float] | list[int]], table: npt.NDArray[np.generic] | None
-    ) -> Tensors:
+    def send(self, batch: Batch, sampling: Mapping[str, list[float] | list[int]], table: bytes | None) -> Tensors:
         requests = batch.requests
         ids = [request.input_ids for request in requests]
         with self.pool.lease(PREFILL, rows=len(requests), tokens=sum(map(len, ids))) as lease:

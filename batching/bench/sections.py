@@ -100,7 +100,7 @@ def compare(runner: Contender, machine: Machine) -> list[str]:
         if before is not None and runner.owned:
             found += [f"after the next batch: {line}" for line in differences(*before, machine.device)]
         before = tensors, wanted
-        flags, right = flags_of(batch.table), expected_flags(batch.requests)
+        flags, right = flags_of(batch), expected_flags(batch.requests)
         if flags != right:
             found.append(f"flags are {flags}, not {right}")
     return found

@@ -26,8 +26,8 @@ from batching.bench.batches import (
     all_new,
     columns,
     expected_columns,
-    joined,
     one_new,
+    records,
     unchanged,
 )
 from batching.params import DEFAULT_SEED
@@ -209,7 +209,8 @@ class AtAdmission:
 class Slab:
     """One fresh pinned slab for the batch, filled, copied once and cut into views; torch's allocator guards it.
 
-    The strongest rival. Offsets are planned once for each number of rows; the views are cut in one call.
+    The strongest rival. What depends on the number of rows is prepared once, records are transposed in two strides,
+    and the views are cut by the same few calls as ours.
     """
 
     def __init__(self, device: torch.device, layout: Layout) -> None:
@@ -220,19 +221,16 @@ class Slab:
 
     def by_columns(self, batch: Batch) -> Tensors:
         cut = self.cut(len(batch.requests))
-        slab = torch.empty(cut.total, dtype=torch.uint8, pin_memory=self.pin)
+        slab = torch.empty(cut.elements, dtype=cut.dtype, pin_memory=self.pin)
         data = slab.numpy()
-        for (_, dtype, offset), values in zip(cut.host, columns(batch.requests), strict=True):
+        for (dtype, offset), values in zip(cut.host, columns(batch.requests), strict=True):
             np.ndarray(cut.rows, dtype, data, offset)[:] = values
         return cut.views(slab.to(self.device, non_blocking=True))
 
     def by_records(self, batch: Batch) -> Tensors:
         cut = self.cut(len(batch.requests))
-        slab = torch.empty(cut.total, dtype=torch.uint8, pin_memory=self.pin)
-        data = slab.numpy()
-        table = joined(batch.requests).view(FLAT)
-        for name, dtype, offset in cut.host:
-            np.ndarray(cut.rows, dtype, data, offset)[:] = table[name]
+        slab = torch.empty(cut.elements, dtype=cut.dtype, pin_memory=self.pin)
+        cut.transpose(records(batch.requests), slab.numpy())
         return cut.views(slab.to(self.device, non_blocking=True))
 
     def cut(self, rows: int) -> Cut:
@@ -242,32 +240,25 @@ class Slab:
         return cut
 
 
-FLAT: np.dtype[Any] = np.dtype([(field.name, field.numpy_dtype) for field in COLUMNS.fields])
-"""The records with plain numbers for the temperatures, whose entries have the shape (1,)."""
-
-
 class Cut:
-    """Where each field lies in a slab, and how to cut the slab into them with the fewest calls."""
+    """Where each field lies in a slab: made once for each number of rows, like what a pool prepares."""
 
     def __init__(self, layout: Layout, **lengths: int) -> None:
         plan = layout.plan(lengths)
         self.rows = lengths["rows"]
-        self.total = plan.total
-        self.host = [(place.field.name, place.numpy_dtype, place.offset) for place in plan.places]
-        self.names: list[str] = []
-        self.parts: list[tuple[int, str, torch.dtype]] = []
-        self.sizes: list[int] = []
-        for place, end in zip(plan.places, [*(p.offset for p in plan.places[1:]), plan.total], strict=True):
-            self.parts.append((len(self.sizes), place.field.name, place.field.dtype))
-            self.sizes.append(place.nbytes)
-            if end - place.offset > place.nbytes:
-                self.sizes.append(end - place.offset - place.nbytes)  # padding
+        self.elements, self.dtype = plan.cut.elements, plan.cut.dtype
+        self.host = [(place.numpy_dtype, place.offset) for place in plan.places]
+        self.runs = [
+            (run.target_shape, run.dtype, run.target, run.target_strides, run.record, run.record_strides)
+            for run in plan.record_runs(COLUMNS)
+        ]
+        self.views = plan.cut.tensors
 
-    def views(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
-        pieces = slab.split_with_sizes(self.sizes)  # one call for all, where a slice for each field would cost more
-        tensors = {name: pieces[at].view(dtype) for at, name, dtype in self.parts}
-        tensors["temperatures"] = tensors["temperatures"].view(-1, 1)
-        return tensors
+    def transpose(self, records: bytes, data: npt.NDArray[Any]) -> None:
+        """Records of `COLUMNS`, joined, into the fields that they have."""
+        for shape, dtype, target, target_strides, record, record_strides in self.runs:
+            source: npt.NDArray[Any] = np.ndarray(shape, dtype, records, record, record_strides)
+            np.ndarray(shape, dtype, data, target, target_strides)[...] = source
 
 
 class Ours:
@@ -289,7 +280,7 @@ class Ours:
     def by_records(self, batch: Batch) -> Tensors:
         requests = batch.requests
         with self.pool.lease(COLUMNS, rows=len(requests)) as lease:
-            lease.write_records(joined(requests))
+            lease.write_records(records(requests))
             return lease.upload(self.out)
 
 
@@ -302,9 +293,9 @@ class Floor:
     def __init__(self, device: torch.device, batches: list[Batch]) -> None:
         cut = Cut(COLUMNS, rows=len(batches[0].requests))
         self.ready = {id(batch): _finished(cut, batch) for batch in batches}
-        self.source = _pinned(cut.total, torch.uint8, device)
+        self.source = _pinned(cut.elements, cut.dtype, device)
         self.array = self.source.numpy()
-        self.landing = torch.empty(cut.total, dtype=torch.uint8, device=device)
+        self.landing = torch.empty(cut.elements, dtype=cut.dtype, device=device)
         self.tensors = cut.views(self.landing)
         self.record = _recorder(device)
 
@@ -315,12 +306,10 @@ class Floor:
         return self.tensors
 
 
-def _finished(cut: Cut, batch: Batch) -> npt.NDArray[np.uint8]:
-    data = np.zeros(cut.total, np.uint8)
-    table = batch.table.view(FLAT)
-    for name, dtype, offset in cut.host:
-        np.ndarray(cut.rows, dtype, data, offset)[:] = table[name]
-    return data
+def _finished(cut: Cut, batch: Batch) -> npt.NDArray[Any]:
+    host = torch.zeros(cut.elements, dtype=cut.dtype).numpy()
+    cut.transpose(records(batch.requests), host)
+    return host
 
 
 def _pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -154,7 +154,7 @@ def _idle_loop(machine: Machine, runner: Contender, count: int, samples: Samples
         start = clock()
         result = build(batch)
         if with_flags:
-            flags_of(batch.table)
+            flags_of(batch)
         times.append(clock() - start)
         del result
         if number % _SETTLE_EVERY == _SETTLE_EVERY - 1:
@@ -178,7 +178,7 @@ def _queued_loop(machine: Machine, runner: Contender, count: int, samples: Sampl
         start = clock()
         result = build(batch)
         if with_flags:
-            flags_of(batch.table)
+            flags_of(batch)
         took = clock() - start
         if number % 2:
             quiet.append(took)

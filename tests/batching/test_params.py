@@ -22,16 +22,21 @@ from batch_builders import (
     any_values,
     check_rows,
     decode_batch,
+    flags_of,
     foreign_params,
     own_params,
     record_of,
     request,
 )
+from batch_builders import (
+    FLAGS as FLAG_NAMES,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batching import BatchError, Request, SamplingBatchInfo, SamplingParams, SamplingValueError, ScheduleBatch
-from batching.params import SAMPLING, table_of
+from batching.needs import FLAGS
+from batching.params import FEW, SAMPLING, needs_of, table_of
 from staging import StagingPool
 from staging.testing import SimulatedDevice
 
@@ -519,3 +524,25 @@ def test_top_k_is_not_clamped_to_the_vocabulary() -> None:
     info = SamplingBatchInfo.from_schedule_batch(decode_batch(values), 1000)
     assert info.top_ks.tolist() == [999, 1000, 1001, 9_999_999, 2**31 - 1]
     assert info.vocab_size == 1000
+
+
+# ---------------------------------------------------------------------- needs
+
+
+@given(values=st.lists(any_values, max_size=4))
+def test_what_requests_need_is_the_same_asked_of_them_and_of_the_table(values: list[Values]) -> None:
+    """Also where a value is another number in float32, and whether or not the parameters are ours."""
+    own = [own_params(value) for value in values]
+    mixed = [foreign_params(value) if row % 2 else own_params(value) for row, value in enumerate(values)]
+    table = np.frombuffer(b"".join(one.record for one in own), SAMPLING.record_dtype)
+    expected = flags_of(one.record for one in own)
+    for needs in (needs_of(table), needs_of(table, own), needs_of(table, mixed), needs_of(table, own * FEW)):
+        assert dict(zip(FLAG_NAMES, FLAGS[needs], strict=True)) == expected
+
+
+def test_many_requests_are_not_asked_one_by_one() -> None:
+    """Their table is looked through instead."""
+    plain = [SamplingParams()] * (FEW + 1)
+    greedy = np.frombuffer(SamplingParams(temperature=0).record * (FEW + 1), SAMPLING.record_dtype)
+    assert FLAGS[needs_of(greedy, plain)][0]
+    assert not FLAGS[needs_of(greedy[:FEW], plain[:FEW])][0]

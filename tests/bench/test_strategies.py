@@ -20,7 +20,6 @@ from batching.bench.batches import (
     expected_columns,
     expected_flags,
     flags_of,
-    joined,
     make_requests,
     one_new,
 )
@@ -79,9 +78,9 @@ def test_a_record_is_what_the_layout_packs(request):
 @given(batch=st.lists(requests(), min_size=1, max_size=20))
 def test_the_flags_are_the_definitions(batch):
     """Also beyond the number of rows where numpy takes over."""
-    assert flags_of(joined(batch)) == expected_flags(batch)
+    assert flags_of(Batch.of(batch, ())) == expected_flags(batch)
     many = batch * FEW
-    assert flags_of(joined(many)) == expected_flags(many)
+    assert flags_of(Batch.of(many, ())) == expected_flags(many)
 
 
 @settings(max_examples=15, deadline=None)

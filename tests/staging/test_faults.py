@@ -27,6 +27,7 @@ from staging import (
     StagingPool,
     Upload,
 )
+from staging.layout import KEPT_ALONG
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int32)], "column")
@@ -223,7 +224,8 @@ def test_without_memory_for_the_second_allocation_nothing_is_queued(
     """A mixed layout needs two device allocations; both are had before the copy."""
     layout = Layout([Field("column", torch.int32), Field("ids", torch.int64, "tokens")])
     pool = make_pool(device, slots=1, max_slots=1, timeout=0)
-    with pool.lease(layout, rows=1, tokens=1) as lease:
+    many = KEPT_ALONG // 8 + 1
+    with pool.lease(layout, rows=1, tokens=many) as lease:
         lease["column"] = lease["ids"] = 1
         plain, sizes = device.empty, []
 
@@ -238,7 +240,7 @@ def test_without_memory_for_the_second_allocation_nothing_is_queued(
             lease.upload()
         assert device.calls["copy"] == 0
         assert lease.is_open
-        assert lease.upload()["ids"].tolist() == [1]
+        assert lease.upload()["ids"].tolist() == [1] * many
 
 
 # Copies and events: quarantine and heal.

@@ -713,6 +713,11 @@ def test_records_that_do_not_fit_the_layout_are_refused(pool: StagingPool) -> No
             lease.write_records([wider.pack(a=1, c=1)] * 2, wider)
         with pytest.raises(FieldError):
             lease.write_records(np.zeros((1, 2), layout.record_dtype))
+        for joined in (b"", record, record * 3, record * 2 + b"?"):
+            with pytest.raises(
+                FieldError, match=rf"2 rows were leased, .* have 16 bytes \(8 each\), got {len(joined)}$"
+            ):
+                lease.write_records(joined)
         lease.write_records([record] * 2)
         assert lease.upload()["b"].tolist() == [2.0, 2.0]
 

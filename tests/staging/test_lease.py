@@ -24,10 +24,13 @@ from staging import (
     StagingPool,
     Upload,
 )
+from staging.layout import KEPT_ALONG
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int32)], "column")
 MIXED = Layout([Field("ids", torch.int64, "tokens"), Field("column", torch.int32), Field("flags", torch.bool)], "mixed")
+MANY = KEPT_ALONG // 8 + 1
+"""Token ids that do not lie in one device allocation with the row fields."""
 
 MakePool = Callable[..., StagingPool]
 
@@ -44,7 +47,8 @@ WAYS_TO_WRITE: dict[str, Callable[[Lease], None]] = {
     "tensor": lambda lease: lease.__setitem__("column", torch.full((4,), 9)),
     "number": lambda lease: lease.__setitem__("column", 9),
     "records": lambda lease: lease.write_records([COLUMN.pack(column=9)] * 4),
-    "joined records": lambda lease: lease.write_records(COLUMN.join([COLUMN.pack(column=9)] * 4)),
+    "joined records": lambda lease: lease.write_records(COLUMN.pack(column=9) * 4),
+    "table of records": lambda lease: lease.write_records(COLUMN.join([COLUMN.pack(column=9)] * 4)),
     "other layout's records": lambda lease: lease.write_records([COLUMN.pack(column=9)] * 4, COLUMN),
     "upload": lambda lease: lease.upload() and None,
     "upload into": lambda lease: lease.upload(out=torch.empty(16, dtype=torch.uint8)) and None,
@@ -518,7 +522,7 @@ class Journal(SimulatedDevice):
 def test_waiting_for_an_upload_waits_for_all_of_its_tensors(make_pool: MakePool) -> None:
     """The event behind an upload is recorded after the last piece of device work that its tensors need."""
     device = Journal()
-    with make_pool(device, slots=1, timeout=0).lease(MIXED, rows=2, tokens=3) as lease:
+    with make_pool(device, slots=1, timeout=0).lease(MIXED, rows=2, tokens=MANY) as lease:
         lease["ids"], lease["column"], lease["flags"] = 1, 2, True
         lease.upload().wait(9)
     assert device.queued == ["copy", "copy on device", "record", "stream 9 waits"]
@@ -529,7 +533,7 @@ def test_waiting_marks_each_fresh_allocation_and_asks_for_no_event_twice(
 ) -> None:
     """`wait(stream)` costs one device wait; once the slot was handed out again the copy is done and none is needed."""
     pool = make_pool(device, slots=1, max_slots=1, timeout=0)
-    with pool.lease(MIXED, rows=2, tokens=3) as lease:
+    with pool.lease(MIXED, rows=2, tokens=MANY) as lease:
         lease["ids"], lease["column"], lease["flags"] = 1, 2, True
         mixed = lease.upload()
     mixed.wait(9)
@@ -593,6 +597,20 @@ def test_row_fields_do_not_keep_the_storage_of_token_fields(make_pool: MakePool)
     assert upload["first"].tolist() == [0.5] * 4
     assert upload["second"].tolist() == [7] * 4
     assert upload["ids"].tolist() == list(range(10_000))
+
+
+@pytest.mark.parametrize(("tokens", "allocations"), [(MANY - 1, 1), (MANY, 2)])
+def test_token_fields_up_to_a_usual_chunk_share_the_allocation_of_the_row_fields(
+    make_pool: MakePool, tokens: int, allocations: int
+) -> None:
+    """A second allocation costs more than 64 KiB that are kept along are worth; beyond that, nothing is kept."""
+    layout = Layout([Field("column", torch.float32), Field("ids", torch.int64, "tokens")])
+    with make_pool("cpu", slots=1).lease(layout, rows=4, tokens=tokens) as lease:
+        lease["column"], lease["ids"] = [1, 2, 3, 4], range(tokens)
+        upload = lease.upload()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in upload.values()}) == allocations
+    assert upload["column"].tolist() == [1, 2, 3, 4]
+    assert upload["ids"].tolist() == list(range(tokens))
 
 
 @pytest.mark.parametrize("order", ["tokens first", "rows between"])

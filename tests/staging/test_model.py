@@ -469,6 +469,12 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True)
+def few_kept_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches of this model are small: some of them get two device allocations all the same."""
+    monkeypatch.setattr("staging.layout.KEPT_ALONG", 100)
+
+
 PoolModel.TestCase.settings = settings(
     deadline=None,
     database=None,

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -97,6 +98,48 @@ def test_records_of_two_layouts_in_turn_go_each_to_their_fields(make_pool: MakeP
                 upload = lease.upload()
             assert upload["a"].tolist() == [turn + ord("a")] * 2
             assert upload["b"].tolist() == [turn + ord("b")] * 2
+
+
+def test_joined_records_arrive_whatever_number_came_before(make_pool: MakePool) -> None:
+    """Larger and smaller batches of one slot share the memory in which records lie before they are transposed."""
+    layout = Layout([Field("a", torch.int64), Field("b", torch.int16), Field("c", torch.int64)])
+    pool = make_pool("cpu", slots=1, max_slots=1)
+    for turn, rows in enumerate((2, 3, 1000, 1, 3, 5000, 2)):
+        values = [turn * 10_000 + row for row in range(rows)]
+        records = [layout.pack(a=value, b=value % 77, c=-value) for value in values]
+        with pool.lease(layout, rows=rows) as lease:
+            lease.write_records(b"".join(records) if turn % 2 else layout.join(records))
+            upload = lease.upload()
+        assert upload["a"].tolist() == values
+        assert upload["b"].tolist() == [value % 77 for value in values]
+        assert upload["c"].tolist() == [-value for value in values]
+
+
+def test_records_that_were_cut_off_count_as_unwritten(make_pool: MakePool) -> None:
+    """By an interrupt, say: what the slot holds then is a mixture of two batches."""
+    with make_pool("cpu", slots=1).lease(MIXED, rows=1, tokens=0) as lease:
+        lease.write_records([MIXED.pack(temperature=1, seed=1)])
+        assert lease._prepared is not None
+        targets = lease._prepared.targets
+        lease._prepared.targets = attrs.evolve(targets, joined=memoryview(bytearray(1)))
+        with pytest.raises(ValueError, match="assignment"):
+            lease.write_records([MIXED.pack(temperature=2, seed=2)])
+        with pytest.raises(LeaseError, match="'temperature', 'seed' never written"):
+            lease.upload()
+        lease._prepared.targets = targets
+        lease.write_records([MIXED.pack(temperature=3, seed=3)])
+        assert lease.upload()["seed"].tolist() == [3]
+
+
+def test_records_of_a_batch_without_rows_are_none(make_pool: MakePool) -> None:
+    """Whether or not it has other fields, and so a slot."""
+    for tokens in (0, 3):
+        with make_pool("cpu", slots=1).lease(MIXED, rows=0, tokens=tokens) as lease:
+            lease["ids"] = range(tokens)
+            with pytest.raises(FieldError, match="0 rows were leased"):
+                lease.write_records(MIXED.pack(temperature=1, seed=1))
+            lease.write_records(b"")
+            assert lease.upload()["seed"].tolist() == []
 
 
 def test_lengths_that_never_come_again_fill_no_memory(make_pool: MakePool) -> None:

@@ -27,6 +27,7 @@ from staging import (
     StagingPool,
     Upload,
 )
+from staging.layout import KEPT_ALONG
 from staging.testing import SimulatedDevice
 
 COLUMN = Layout([Field("column", torch.int32)], "column")
@@ -646,8 +647,9 @@ def test_mixed_layouts_still_make_one_copy_from_the_host(device: SimulatedDevice
     pool = make_pool(device, slots=1, timeout=0)
     layout = Layout([Field("ids", torch.int64, "tokens"), Field("column", torch.int32)])
     before = dict(device.calls)
-    with pool.lease(layout, rows=2, tokens=3) as lease:
-        lease["ids"] = [1, 2, 3]
+    many = KEPT_ALONG // 8 + 1
+    with pool.lease(layout, rows=2, tokens=many) as lease:
+        lease["ids"] = 1
         lease["column"] = [4, 5]
         lease.upload()
     after = device.calls
