@@ -1,12 +1,13 @@
-"""A plugin for SGLang 0.5.23: `from_schedule_batch` and `write_cache_indices`, its own, are fed by a `StagingPool`.
+"""A plugin for SGLang 0.5.23: what a prefill uploads one by one, in one upload from a `StagingPool`.
 
-SGLang finds `plugin` by the entry point group `sglang.srt.plugins`. Nothing of SGLang is rewritten: each of the two
+SGLang finds `plugin` by the entry point group `sglang.srt.plugins`. Nothing of SGLang is rewritten: each of the four
 functions is compiled once more from its own source, with the places where it pins and copies a list changed to ask for
 the tensor first. Everything else in them, with every check, flag and optional feature, is SGLang's code as it stands.
 
-A prefill batch makes one upload: `write_cache_indices` needs the prefix pointers in the middle of `prepare_for_extend`
-and takes the sampling columns along, `from_schedule_batch` finds them there at its end. Any other caller of
-`from_schedule_batch` uploads the columns alone. Whatever goes wrong here, SGLang's own way is taken.
+A prefill batch makes one upload. `prepare_for_extend` knows the lengths; `alloc_for_extend`, which it calls, then knows
+the rows and the prefixes, so everything is uploaded there, the sampling columns along with it. `write_cache_indices`
+and, at the end, `from_schedule_batch` find their part of it. Any other caller of `from_schedule_batch` uploads the
+columns alone. Whatever goes wrong here, SGLang's own way is taken.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import functools
 import hashlib
 import inspect
 import logging
-import operator
 import os
 import pkgutil
+import struct
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 
 from batching.params import DEFAULT_SEED, SAMPLING
-from batching.stage import CACHE
-from staging import Layout, StagingPool, Upload
+from staging import Field, Layout, StagingPool, Upload
 from staging.stats import PoolStats
 
 log = logging.getLogger("batching")
@@ -41,18 +42,40 @@ SWITCH = "STAGING_SGLANG"
 
 SAMPLE = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 WRITE = "sglang.srt.mem_cache.allocation.write_cache_indices"
+ALLOCATE = "sglang.srt.mem_cache.allocation.alloc_for_extend"
 PREPARE = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
-KNOWN = {SAMPLE: "48352e06affec043", WRITE: "8ffefc8b52e60fa1", PREPARE: "e7ca2d0e335a570e"}
+KNOWN = {
+    SAMPLE: "48352e06affec043",
+    WRITE: "8ffefc8b52e60fa1",
+    ALLOCATE: "79929fe4dbc6fcec",
+    PREPARE: "e7ca2d0e335a570e",
+}
 """The functions that are hooked, and the fingerprints of the sources that this was written for: SGLang 0.5.23."""
+
+EVICT = "sglang.srt.managers.schedule_batch.ScheduleBatch.maybe_evict_swa"
+PREFIX = "sglang.srt.mem_cache.allocation._prefix_kv_indices"
+ONLOOKERS = {EVICT: "d7f6ce9984583fe6", PREFIX: "53239ce78ed9dc4f"}
+"""Functions that are given the batch between `prepare_for_extend` and the upload. These versions of them do not look at
+its `seq_lens`, which may then come with the upload; behind any other version SGLang's own copy of it is made."""
 
 COLUMNS = tuple(field.name for field in SAMPLING.fields)
 POINTERS = "prefix_pointers"
+LENGTHS = ("prefix_lens_device", "extend_lens_device")
+ROWS = "req_pool_indices_device"
+SEQUENCE = "seq_lens_tensor"
+ORIGINAL = "orig_seq_lens_tensor"
 
-Feed = Callable[[str, Callable[[], torch.Tensor]], torch.Tensor]
-"""Asked with a column's name and SGLang's own upload of it, which is the answer where there is no other."""
-
-_FIELDS = {field.name: field for field in (*SAMPLING.fields, *CACHE.fields)}
-_VALUES = operator.attrgetter("temperature", "top_p", "top_k", "min_p", "sampling_seed")
+_FIELDS = {
+    field.name: field
+    for field in (
+        *SAMPLING.fields,
+        Field(POINTERS, torch.uint64),
+        *(Field(name, torch.int64) for name in (*LENGTHS, ROWS, SEQUENCE)),
+        Field(ORIGINAL, torch.int32),
+    )
+}
+"""Every column, by the name of SGLang's variable."""
+_CODES = {torch.float32: "f", torch.int32: "i", torch.int64: "q", torch.uint64: "Q"}
 _METRICS_EVERY_S = 1.0
 
 
@@ -63,7 +86,7 @@ def plugin() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    feeder = Feeder({target: function for target in KNOWN if (function := _known(target)) is not None})
+    feeder = Feeder({target: function for target in KNOWN if (function := _known(target)) is not None}, onlookers())
     for target, hook in feeder.hooks().items():
         HookRegistry.register(target, hook, HookType.AROUND)
         log.info("staging: hooks %s", target)
@@ -74,10 +97,33 @@ class Prefill:
     """One `prepare_for_extend` in progress, and what was uploaded in it. It ends with the call, also by an error."""
 
     batch: Any
-    values: list[Any] | None = None
-    """The sampling values that were uploaded, in the order of the requests."""
+    with_sampling: bool
+    """Whether `from_schedule_batch` is to find its columns in the upload."""
+    columns: dict[str, list[int]] = attrs.Factory(dict)
+    """What is known so far of rows and lengths."""
+    own_seq_lens: Callable[[], torch.Tensor] | None = None
+    """SGLang's own upload of `seq_lens`, while the batch is without it."""
+    tried: bool = False
     upload: Upload | None = None
     pool: StagingPool | None = None
+    pointers_of: Any = None
+    """The list of prefixes whose pointers were uploaded."""
+    sampling: dict[str, list[Any]] | None = None
+    """The sampling columns that were uploaded, until somebody takes them."""
+
+    def settle(self) -> None:
+        """Give the batch its `seq_lens`, from the upload or by SGLang's own."""
+        own, self.own_seq_lens = self.own_seq_lens, None
+        if own is not None:
+            self.batch.seq_lens = own() if self.upload is None else self.upload[SEQUENCE]
+            del self.columns[SEQUENCE]
+
+    def take(self, name: str) -> torch.Tensor | None:
+        """A column of the upload, if there is one, for the stream that is current now, which may be another one."""
+        if self.upload is None:
+            return None
+        self.upload.wait()
+        return self.upload[name]
 
 
 _preparing: contextvars.ContextVar[Prefill | None] = contextvars.ContextVar("staging_prefill", default=None)
@@ -87,49 +133,117 @@ _preparing: contextvars.ContextVar[Prefill | None] = contextvars.ContextVar("sta
 class Feeder:
     """The hooks, with what they share in this process: a pool for each device, made for the first batch on it."""
 
-    def __init__(self, targets: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, targets: Mapping[str, Callable[..., Any]], onlookers: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
         from sglang.srt import runtime_context
         from sglang.srt.utils.common import is_pin_memory_available
 
         self._context = runtime_context
         self._may_pin: Callable[[Any], bool] = is_pin_memory_available
         self._targets = targets
+        self._onlookers = onlookers
         self._sample = fed(targets[SAMPLE], COLUMNS) if SAMPLE in targets else None
         self._write = fed(targets[WRITE], (POINTERS,)) if WRITE in targets else None
+        self._allocate = (
+            fed(
+                targets[ALLOCATE],
+                (*LENGTHS, ROWS),
+                ("prefix_tensors", "req_pool_indices"),
+                dict.fromkeys(LENGTHS, ROWS),
+            )
+            if ALLOCATE in targets
+            else None
+        )
+        self._prepare = (
+            fed(targets[PREPARE], (SEQUENCE, ORIGINAL), ("seq_lens", "orig_seq_lens"), {ORIGINAL: "out_cache_loc"})
+            if PREPARE in targets
+            else None
+        )
         self._lock = threading.Lock()
         self._pools: dict[torch.device, StagingPool | None] = {}
+        self._by_name: dict[Any, StagingPool | None] = {}
         self._metrics: dict[StagingPool, Metrics] = {}
         self._noted: set[tuple[str, type]] = set()
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """By target, the functions that are called instead, with the original as first argument."""
-        hooks = {SAMPLE: self.from_schedule_batch, WRITE: self.write_cache_indices, PREPARE: self.prepare_for_extend}
+        hooks = {
+            SAMPLE: self.from_schedule_batch,
+            WRITE: self.write_cache_indices,
+            ALLOCATE: self.alloc_for_extend,
+            PREPARE: self.prepare_for_extend,
+        }
         return {target: hooks[target] for target in self._targets}
 
     # ------------------------------------------------------------------ the hooks
 
     def prepare_for_extend(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Remember the batch for the length of the call."""
-        token = _preparing.set(Prefill(args[0]))
+        """Remember the batch for the length of the call, with its lengths."""
+        prefill = Prefill(args[0], self._sample is not None)
+        token = _preparing.set(prefill)
         try:
-            return original(*args, **kwargs)
+            if self._prepare is None or not self._is_plain(PREPARE, original, args):
+                return original(*args, **kwargs)
+
+            def feed(name: str, own: Callable[[], torch.Tensor], seq_lens: Any, orig_seq_lens: Any) -> Any:
+                if name == ORIGINAL:  # after the allocation
+                    return _or_own(prefill.take(name), own)
+                prefill.columns[ORIGINAL] = orig_seq_lens
+                if not self._may_come_late(prefill.batch):
+                    return own()
+                prefill.columns[SEQUENCE] = seq_lens
+                prefill.own_seq_lens = own
+                return None
+
+            return self._prepare(*args, feed=feed, **kwargs)
         finally:
             _preparing.reset(token)
+            prefill.settle()  # the allocation has not come to it
+
+    def alloc_for_extend(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Upload lengths, rows and pointers, and the sampling columns of the batch that is being prepared with them."""
+        if self._allocate is None or not self._is_plain(ALLOCATE, original, args):
+            return original(*args, **kwargs)
+        prefill = _preparing.get()
+        token = None
+        if prefill is None or prefill.batch is not args[0] or prefill.tried:
+            prefill = Prefill(args[0], False)  # nothing is known of it, or this is a second try with other rows
+            token = _preparing.set(prefill)
+
+        def feed(name: str, own: Callable[[], torch.Tensor], prefixes: Any, rows: Any) -> Any:
+            if name == ROWS:  # the first of them
+                batch = prefill.batch
+                prefill.columns |= {ROWS: rows, LENGTHS[0]: batch.prefix_lens, LENGTHS[1]: batch.extend_lens}
+                same_device = batch.req_to_token_pool.device == batch.device
+                self._stage(prefill, batch.device, prefixes if self._write is not None and same_device else None)
+                prefill.settle()
+            return own() if prefill.upload is None else prefill.upload[name]
+
+        try:
+            return self._allocate(*args, feed=feed, **kwargs)
+        finally:
+            if token is not None:
+                _preparing.reset(token)
 
     def write_cache_indices(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Upload the prefix pointers, and the sampling columns of the batch that is being prepared along with them."""
+        """Give the pointers that `alloc_for_extend` uploaded; where it is not hooked, upload what is known."""
         if self._write is None or not self._is_plain(WRITE, original, args):
             return original(*args, **kwargs)
         prefixes, table = args[-2:]
 
         def feed(name: str, own: Callable[[], torch.Tensor]) -> torch.Tensor:
-            upload = self._with_pointers(prefixes, table.device)
-            return own() if upload is None else upload[name]
+            prefill = _preparing.get() or Prefill(None, False)
+            if prefill.pointers_of is not prefixes:
+                if prefill.upload is not None or getattr(prefill.batch, "device", table.device) != table.device:
+                    prefill = Prefill(None, False)  # the pointers alone
+                self._stage(prefill, table.device, prefixes)
+            return _or_own(prefill.take(name), own)
 
         return self._write(*args, feed=feed, **kwargs)
 
     def from_schedule_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Give the columns that `write_cache_indices` uploaded for this batch, or upload them now."""
+        """Give the columns that were uploaded for this batch, or upload them now."""
         if self._sample is None or not self._is_plain(SAMPLE, original, args):
             return original(*args, **kwargs)
         upload = self._for_sampling(args[1])
@@ -145,55 +259,82 @@ class Feeder:
         self._note(_own_way(target), TypeError("it is called in an unknown way, or hooked by another plugin as well"))
         return False
 
+    def _may_come_late(self, batch: Any) -> bool:
+        """Whether nobody looks at `batch.seq_lens` before our `alloc_for_extend` gives it: who could is known."""
+        if self._allocate is None or self._onlookers is None:
+            return False
+        called = self._targets[PREPARE].__globals__["alloc_for_extend"]
+        return (
+            type(batch).maybe_evict_swa is self._onlookers[EVICT]
+            and self._targets[ALLOCATE].__globals__["_prefix_kv_indices"] is self._onlookers[PREFIX]
+            and getattr(called, "__wrapped__", None) is self._targets[ALLOCATE]  # nobody else's hook is around it
+        )
+
     # ------------------------------------------------------------------ what they give
 
-    def _with_pointers(self, prefixes: Sequence[torch.Tensor], device: Any) -> Upload | None:
-        prefill = _preparing.get()
-        values: list[Any] | None = None
-        upload = None
+    def _stage(self, prefill: Prefill, device: Any, prefixes: Sequence[torch.Tensor] | None) -> None:
+        """The one upload of a prefill, tried once: what is known of it, with the sampling columns and the pointers."""
+        if prefill.tried:
+            return
+        prefill.tried = True
         try:
             pool = self._pool(device)
-            if pool is not None:
-                columns: dict[str, Sequence[Any]] = {POINTERS: [prefix.data_ptr() for prefix in prefixes]}
-                if prefill is not None and self._sample is not None:
-                    values = _values(prefill.batch)
-                    columns = {**self._columns(values), **columns}
-                upload = self._upload(pool, columns)
-                if prefill is not None and values is not None:
-                    prefill.values, prefill.upload, prefill.pool = values, upload, pool
+            if pool is None:
+                return
+            sampling = self._sampling(prefill.batch) if prefill.with_sampling else None
+            columns: dict[str, list[Any]] = {**(sampling or {}), **prefill.columns}
+            if prefixes is not None:
+                columns[POINTERS] = [prefix.data_ptr() for prefix in prefixes]
+            prefill.upload = self._upload(pool, columns)
+            prefill.pool, prefill.sampling, prefill.pointers_of = pool, sampling, prefixes
         except Exception as error:
-            self._note(_own_way(WRITE), error)
-        return upload
+            self._note("a prefill goes SGLang's own way", error)
 
     def _for_sampling(self, batch: Any) -> Upload | None:
+        if not batch.reqs:  # an idle batch has nothing to upload
+            return None
         prefill = _preparing.get()
         try:
             pool = self._pool(batch.device)
-            if pool is None or not batch.reqs:  # an idle batch has nothing to upload
+            if pool is None:
                 return None
-            values = _values(batch)
-            if prefill is not None and prefill.pool is pool:
-                upload, prefill.upload = prefill.upload, None  # nobody else may get the same tensors
-                if upload is not None and prefill.values == values:  # nobody can know when a parameter changes
-                    upload.wait()  # this may be another stream
-                    return upload
-            return self._upload(pool, self._columns(values))
+            if prefill is not None and prefill.tried:
+                if prefill.upload is None:
+                    return None
+                sampling, prefill.sampling = prefill.sampling, None  # nobody else may get the same tensors
+                # Read again: nobody can know when a parameter changes.
+                if prefill.pool is pool and sampling == self._sampling(batch):
+                    prefill.upload.wait()  # this may be another stream
+                    return prefill.upload
+            return self._upload(pool, self._sampling(batch))
         except Exception as error:
             self._note(_own_way(SAMPLE), error)
             return None
 
-    def _columns(self, values: list[Any]) -> dict[str, Sequence[Any]]:
-        columns: dict[str, Sequence[Any]] = dict(zip(COLUMNS, zip(*values, strict=True), strict=True))
+    def _sampling(self, batch: Any) -> dict[str, list[Any]]:
+        params = [request.sampling_params for request in batch.reqs]
+        columns: dict[str, list[Any]] = {
+            "temperatures": [one.temperature for one in params],
+            "top_ps": [one.top_p for one in params],
+            "top_ks": [one.top_k for one in params],
+            "min_ps": [one.min_p for one in params],
+        }
         if self._context.get_exec().deterministic.enable_deterministic_inference:
-            columns[COLUMNS[-1]] = tuple(DEFAULT_SEED if seed is None else seed for seed in columns[COLUMNS[-1]])
-        else:
-            del columns[COLUMNS[-1]]  # SGLang then has no seeds, and does not look at them
-        return columns
+            seeds = [one.sampling_seed for one in params]
+            columns["sampling_seed"] = [DEFAULT_SEED if seed is None else seed for seed in seeds]
+        return columns  # else SGLang has no seeds, and does not look at them
 
-    def _upload(self, pool: StagingPool, columns: Mapping[str, Sequence[Any]]) -> Upload:
-        with pool.lease(_layout(tuple(columns)), rows=len(next(iter(columns.values())))) as lease:
-            for name, values in columns.items():
-                lease[name] = values
+    def _upload(self, pool: StagingPool, columns: Mapping[str, list[Any]]) -> Upload:
+        layout, pack = _layout(tuple(columns))
+        (rows,) = {*map(len, columns.values())}  # one length, or an error: map() would stop at the shortest
+        with pool.lease(layout, rows=rows) as lease:
+            try:
+                records = b"".join(map(pack, *columns.values()))  # half the time of a column at a time
+            except (struct.error, OverflowError):
+                for name, values in columns.items():
+                    lease[name] = values  # says which value does not fit
+            else:
+                lease.write_records(records, layout)
             upload = lease.upload()
         if pool in self._metrics:
             try:
@@ -207,9 +348,21 @@ class Feeder:
 
     def _pool(self, device: Any) -> StagingPool | None:
         """The pool for this device, made for the first batch: SGLang loads plugins before it has chosen its GPU."""
+        # SGLang says "cuda", which is whichever is current.
+        name = torch.cuda.current_device() if device == "cuda" else device
+        try:
+            return self._by_name[name]
+        except KeyError:
+            pass
         resolved = torch.device(device)
         if resolved.type == "cuda" and resolved.index is None:
-            resolved = torch.device("cuda", torch.cuda.current_device())
+            name = torch.cuda.current_device()
+            resolved = torch.device("cuda", name)
+        self._by_name[name] = pool = self._pool_on(resolved, device)
+        return pool
+
+    def _pool_on(self, resolved: torch.device, device: Any) -> StagingPool | None:
+        """The same for the device itself, which may go by several names; `device` is SGLang's."""
         try:
             return self._pools[resolved]
         except KeyError:
@@ -309,12 +462,19 @@ def _series() -> dict[str, Any]:
     return series
 
 
-def fed(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+def fed(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    given: Sequence[str] = (),
+    late: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[..., Any]:
     """`function` once more, from its own source, with a keyword `feed`.
 
-    Where an assignment to one of `names` uploads something, `….to(…)`, the copy has `feed(name, lambda: ….to(…))`.
-    It has the same globals, and its tracebacks show the same lines. Raises `ValueError` unless there is exactly one
-    upload for each name.
+    Where an assignment to one of `names` uploads something, `….to(…)`, the copy has `feed(name, lambda: ….to(…))`,
+    which is also handed the variables `given`. The assignments to the keys of `late` come right behind the one to the
+    variable that they are mapped to: the same where nobody reads or changes what is in them before. It has the same
+    globals, and its tracebacks show the same lines. Raises `ValueError` unless there is exactly one upload for each
+    name, and one such assignment.
     """
     module = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     definition = module.body[0]
@@ -322,10 +482,15 @@ def fed(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any
     definition.decorator_list.clear()
     definition.args.kwonlyargs.append(ast.arg("feed"))
     definition.args.kw_defaults.append(None)
-    uploads = _Uploads(names)
+    uploads = _Uploads(names, given)
     uploads.visit(definition)
     if sorted(uploads.found) != sorted(names):
         raise ValueError(f"{function.__qualname__} uploads {uploads.found}, not {list(names)}")
+    for name, leader in reversed([*late.items()]):
+        (moved,) = (statement for statement in definition.body if name in _assigned(statement))
+        definition.body.remove(moved)
+        (place,) = (at for at, statement in enumerate(definition.body) if leader in _assigned(statement))
+        definition.body.insert(place + 1, moved)
     ast.fix_missing_locations(module)
     code = function.__code__
     ast.increment_lineno(module, code.co_firstlineno - 1)
@@ -336,12 +501,20 @@ def fed(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any
     return copy
 
 
+def _assigned(statement: ast.stmt) -> list[str]:
+    """The variables that a statement assigns, if it is an assignment."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = [node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
+
+
 class _Uploads(ast.NodeTransformer):
     """Wraps `….to(…)` in the value of an assignment to one of `names`."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], given: Sequence[str]) -> None:
         self.found: list[str] = []
         self._names = names
+        self._given = given
         self._name = ""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
@@ -357,7 +530,8 @@ class _Uploads(ast.NodeTransformer):
             return self.generic_visit(node)
         self.found.append(self._name)
         own = ast.Lambda(ast.arguments([], [], None, [], [], None, []), node)
-        call = ast.Call(ast.Name("feed", ast.Load()), [ast.Constant(self._name), own], [])
+        given = [ast.Name(name, ast.Load()) for name in self._given]
+        call = ast.Call(ast.Name("feed", ast.Load()), [ast.Constant(self._name), own, *given], [])
         return ast.copy_location(call, node)
 
 
@@ -366,23 +540,31 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.getsource(function.__code__).encode()).hexdigest()[:16]
 
 
-def _known(target: str) -> Callable[..., Any] | None:
-    """The function at this path, if its source is the one that is known."""
+def onlookers() -> dict[str, Callable[..., Any]] | None:
+    """The functions of `ONLOOKERS`, if all are those that are known."""
+    found = {target: function for target in ONLOOKERS if (function := _known(target, "seq_lens")) is not None}
+    return found if len(found) == len(ONLOOKERS) else None
+
+
+def _known(target: str, what: str = "") -> Callable[..., Any] | None:
+    """The function at this path, if its source is the one that is known. Else `what`, or itself, is left alone."""
     path, name = target.rsplit(".", 1)
+    left = f"{what or target} is left as it is"
+    known = (KNOWN | ONLOOKERS)[target]
     try:
         attribute = inspect.getattr_static(pkgutil.resolve_name(path), name)
         function: Callable[..., Any] = getattr(attribute, "__func__", attribute)
         found = fingerprint(function)
     except (ImportError, AttributeError, OSError, TypeError) as error:
-        log.warning("staging: %s is left as it is: it cannot be read (%s: %s)", target, type(error).__name__, error)
+        log.warning("staging: %s: %s cannot be read (%s: %s)", left, target, type(error).__name__, error)
         return None
-    if found != KNOWN[target]:
+    if found != known:
         log.warning(
-            "staging: %s is left as it is: its source (%s) is not that of SGLang 0.5.23 (%s), or another plugin has "
-            "replaced it",
+            "staging: %s: the source of %s (%s) is not that of SGLang 0.5.23 (%s), or another plugin has replaced it",
+            left,
             target,
             found,
-            KNOWN[target],
+            known,
         )
         return None
     return function
@@ -392,10 +574,12 @@ def _own_way(target: str) -> str:
     return f"{target} goes SGLang's own way"
 
 
-def _values(batch: Any) -> list[Any]:
-    return [_VALUES(request.sampling_params) for request in batch.reqs]
+def _or_own(given: torch.Tensor | None, own: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return own() if given is None else given
 
 
 @functools.cache
-def _layout(names: tuple[str, ...]) -> Layout:
-    return Layout([_FIELDS[name] for name in names], "SGLang's " + ", ".join(names))
+def _layout(names: tuple[str, ...]) -> tuple[Layout, Callable[..., bytes]]:
+    """The layout of these columns, and what makes its records from one value of each."""
+    layout = Layout([_FIELDS[name] for name in names], "SGLang's " + ", ".join(names))
+    return layout, struct.Struct("<" + "".join(_CODES[field.dtype] for field in layout.fields)).pack

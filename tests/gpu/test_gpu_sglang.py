@@ -70,13 +70,22 @@ def prepared(engine: Engine, requests: Sequence[Any]) -> Iterator[Any]:
 def read(engine: Engine, batch: Any) -> dict[str, Any]:
     """What a forward would read."""
     state = {name: value for name, value in vars(batch.sampling_info).items() if name != "penalizer_orchestrator"}
-    return {"info": state, "table": engine.table.req_to_token.clone(), "out_cache_loc": batch.out_cache_loc.clone()}
+    of_batch = (
+        "out_cache_loc",
+        "req_pool_indices",
+        "req_pool_indices_cpu",
+        "seq_lens",
+        "seq_lens_cpu",
+        "orig_seq_lens",
+    )
+    tensors = {name: getattr(batch, name).clone() for name in of_batch}
+    return {"info": state, "table": engine.table.req_to_token.clone(), "batch": tensors}
 
 
 @pytest.mark.parametrize("rows", [1, 16, 257])
 @pytest.mark.parametrize("features", [{}, SEEDS], ids=["no seeds", "seeds"])
 def test_the_prefill_is_the_same_bit_for_bit(rows, features):
-    """SGLang's kernel, compiled, with pointers and columns from one pinned upload; every table entry, every column."""
+    """SGLang's kernel, compiled, with all that it reads from one pinned upload; every table entry, every column."""
 
     def outcome() -> dict[str, Any]:
         engine = Engine(DEVICE, rows=rows, context=CONTEXT)
@@ -126,15 +135,16 @@ def calls(rows: int, *, plugin: bool, features: dict[str, bool]) -> dict[str, in
     }
 
 
-@pytest.mark.parametrize(("features", "fields"), [({}, 5), (SEEDS, 6)], ids=["no seeds", "seeds"])
+@pytest.mark.parametrize(("features", "fields"), [({}, 10), (SEEDS, 11)], ids=["no seeds", "seeds"])
 def test_one_copy_takes_the_place_of_one_for_each_field(features, fields, capsys):
-    """SGLang's other uploads of a prefill (lengths, rows) stay as they are; nothing waits, nothing is pinned anew."""
+    """Lengths, rows, pointers, columns: nothing else is uploaded; nothing waits, nothing is pinned anew."""
     own = calls(16, plugin=False, features=features)
     ours = calls(16, plugin=True, features=features)
     keep({"calls per prefill of 16": {"SGLang": own, "with the plugin": ours}}, f"sglang-calls-{fields}.json", capsys)
     assert own["copies from the host"] - ours["copies from the host"] == fields - 1
     if "active_requests.allocated" in torch.cuda.host_memory_stats():
-        assert own["pinned blocks taken"] - ours["pinned blocks taken"] == fields
+        # Three stay: SGLang keeps rows and lengths on the host as well, pinned, and hands these out.
+        assert own["pinned blocks taken"] - ours["pinned blocks taken"] == fields - 3
     assert ours["of pageable memory"] == own["of pageable memory"]
     assert ours["event records"] < own["event records"]  # torch records one for each pinned block that comes back
     assert ours["waits"] <= own["waits"]
@@ -146,17 +156,22 @@ def test_prefills_queued_behind_work_keep_their_own_values():
     engine = Engine(DEVICE, rows=14, context=64)
     with server(SEEDS), plugged() as feeder:
         for burst in range(2):  # in the first one the ring, and torch's cache of pinned blocks, grow to what is needed
-            requests = [request(f"{burst}-{row}", 0, 2, temperature=1 + row, sampling_seed=row) for row in range(7)]
+            requests = [
+                request(f"{burst}-{row}", 0, 1 + row, temperature=1 + row, sampling_seed=row) for row in range(7)
+            ]
             torch.cuda.synchronize()
             torch.cuda._sleep(400_000_000)  # 200 ms at 2 GHz
             worked = torch.cuda.Event()
             worked.record()
-            infos = [engine.prefill([one]).sampling_info for one in requests]
+            batches = [engine.prefill([one]) for one in requests]
         assert not worked.query()
         stats = pool_of(feeder).stats()
         assert (stats.uploads, stats.leases_timed_out) == (14, 0)
+    infos = [batch.sampling_info for batch in batches]
     assert [info.temperatures.item() for info in infos] == [1 + row for row in range(7)]
     assert [info.sampling_seed.item() for info in infos] == list(range(7))
+    assert [batch.seq_lens.item() for batch in batches] == [1 + row for row in range(7)]
+    assert [batch.req_pool_indices.item() for batch in batches] == [int(one.kv.req_pool_idx) for one in requests]
 
 
 def keep(result: dict[str, Any], name: str, capsys: pytest.CaptureFixture[str]) -> None:

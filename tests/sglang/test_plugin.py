@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import logging
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from real_sglang import (
@@ -32,7 +34,21 @@ from real_sglang import (
 )
 
 import batching.sglang
-from batching.sglang import KNOWN, PREPARE, SAMPLE, SWITCH, WRITE, _preparing, fed
+from batching.sglang import (
+    ALLOCATE,
+    EVICT,
+    KNOWN,
+    ONLOOKERS,
+    PREFIX,
+    PREPARE,
+    SAMPLE,
+    SWITCH,
+    WRITE,
+    Prefill,
+    _preparing,
+    fed,
+    fingerprint,
+)
 from staging import Field, Layout, StagingPool, Upload
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -105,6 +121,11 @@ def edited(monkeypatch: pytest.MonkeyPatch, folder: Path, target: str, old: str,
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sys.modules[parent], child, module)
     spec.loader.exec_module(module)
+    if name == ALLOCATE.rpartition(".")[0]:  # whose functions the others have imported, and the tests patched
+        monkeypatch.setattr(load().schedule_batch, "alloc_for_extend", module.alloc_for_extend)
+        monkeypatch.setattr(module, "support_triton", original.support_triton)
+    if name == PREPARE.rsplit(".", 2)[0]:
+        monkeypatch.setattr(load(), "schedule_batch", module)
     yield module
     monkeypatch.undo()
 
@@ -117,12 +138,13 @@ def edited(monkeypatch: pytest.MonkeyPatch, folder: Path, target: str, old: str,
             "top_k <= 1 for r in reqs),\n            is_any",
             "top_k < 2 for r in reqs),\n            is_any",
             1,
-            1,
+            6,
         ),
-        (WRITE, "[t.data_ptr() for t in prefix_tensors]", "[one.data_ptr() for one in prefix_tensors]", 1, 4),
-        (PREPARE, "extend_lens = [r.extend_len for r in reqs]", "extend_lens = [one.extend_len for one in reqs]", 2, 5),
+        (WRITE, "[t.data_ptr() for t in prefix_tensors]", "[one.data_ptr() for one in prefix_tensors]", 1, 9),
+        (ALLOCATE, "    # free out-of-window swa tokens\n", "", 1, 6),
+        (PREPARE, "extend_lens = [r.extend_len for r in reqs]", "extend_lens = [one.extend_len for one in reqs]", 2, 8),
     ],
-    ids=["from_schedule_batch", "write_cache_indices", "prepare_for_extend"],
+    ids=["from_schedule_batch", "write_cache_indices", "alloc_for_extend", "prepare_for_extend"],
 )
 def test_a_changed_function_gets_a_line_in_the_log_and_no_change(
     srt, engine, monkeypatch, tmp_path, caplog, target, old, new, uploads, fields
@@ -165,7 +187,7 @@ def test_what_is_not_there_is_left_alone(srt, monkeypatch, caplog):
     assert "cannot be read (AttributeError" in "".join(caplog.messages)
 
 
-@pytest.mark.parametrize("target", [SAMPLE, WRITE])
+@pytest.mark.parametrize("target", KNOWN)
 def test_hooks_of_another_plugin_below_ours_are_called(srt, engine, caplog, target):
     """Ours would skip them: it steps aside, and says so."""
     registry = srt.hook_registry.HookRegistry
@@ -196,22 +218,46 @@ def test_hooks_of_another_plugin_below_ours_are_called(srt, engine, caplog, targ
 
 
 def test_a_prefill_is_one_upload(feeder, engine):
-    """Pointers and sampling columns together."""
+    """Lengths, rows, pointers and sampling columns together: views of one allocation that do not overlap."""
     batch = engine.prefill(two())
     stats = pool_of(feeder).stats()
-    assert (stats.uploads, stats.fields) == (1, 5)
+    assert (stats.uploads, stats.fields) == (1, 10)
     assert columns(batch.sampling_info) == OF_TWO
     assert batch.sampling_info.sampling_seed is None
-    storage = {batch.sampling_info.temperatures.untyped_storage().data_ptr()}
-    assert {batch.sampling_info.min_ps.untyped_storage().data_ptr()} == storage
+    kept = uploaded(batch)
+    assert len({one.untyped_storage().data_ptr() for one in kept}) == 1
+    spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in kept)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_without_kernels_only_the_columns_are_uploaded(feeder, engine):
-    """SGLang's fallback of write_cache_indices has no use for pointers."""
+def uploaded(batch: Any) -> list[torch.Tensor]:
+    """What a prefill uploads and the batch keeps."""
+    info = batch.sampling_info
+    return [
+        *(batch.seq_lens, batch.orig_seq_lens, batch.req_pool_indices),
+        *(info.temperatures, info.top_ps, info.top_ks, info.min_ps),
+    ]
+
+
+def test_later_prefills_and_writes_in_place_change_no_other_tensor(feeder, engine):
+    """SGLang's sampler writes in place (`top_ks.masked_fill_`): what is beside it stays, and so do other batches."""
+    batch = engine.prefill(two())
+    for position in range(len(uploaded(batch))):
+        before = [one.clone() for one in uploaded(batch)]
+        uploaded(batch)[position].add_(1)
+        before[position] += 1
+        assert all(map(torch.equal, uploaded(batch), before))
+    for _ in range(pool_of(feeder).max_slots + 1):
+        engine.prefill([request("c", 0, 1, temperature=0.75)])
+    assert all(map(torch.equal, uploaded(batch), before))
+
+
+def test_without_kernels_the_upload_is_the_same(feeder, engine):
+    """SGLang's fallback of write_cache_indices has no use for the pointers in it."""
     with server({}, kernel=False):
         batch = engine.prefill(two())
     stats = pool_of(feeder).stats()
-    assert (stats.uploads, stats.fields) == (1, 4)
+    assert (stats.uploads, stats.fields) == (1, 10)
     assert columns(batch.sampling_info) == OF_TWO
 
 
@@ -223,7 +269,7 @@ def test_an_idle_batch_uploads_nothing(feeder, engine, srt):
     own = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch.__func__.__wrapped__
     assert differences(own(type(found), batch, VOCABULARY), found) == []
     assert found.temperatures.shape == (0, 1)
-    assert (pool_of(feeder).stats().leases, feeder._noted) == (0, set())
+    assert (feeder._pools, feeder._noted) == ({}, set())
 
 
 def test_a_prebuilt_batch_uploads_the_columns(feeder, engine):
@@ -251,9 +297,9 @@ def test_seeds_exist_under_deterministic_inference_only(feeder, engine):
     with server({"enable_deterministic_inference": True}):
         info = engine.prefill(two()).sampling_info
     assert (info.sampling_seed.dtype, info.sampling_seed.tolist()) == (torch.int64, [42, -1])
-    assert pool_of(feeder).stats().fields == 6
-    assert engine.prefill(two()).sampling_info.sampling_seed is None
     assert pool_of(feeder).stats().fields == 11
+    assert engine.prefill(two()).sampling_info.sampling_seed is None
+    assert pool_of(feeder).stats().fields == 21
 
 
 def test_a_call_in_another_form_is_sglangs_own(feeder, engine, srt, caplog):
@@ -333,12 +379,12 @@ def test_a_parameter_that_changes_during_allocation_is_read_again(feeder, engine
     assert pool_of(feeder).stats().uploads == 2
 
 
-def test_the_stream_that_takes_the_columns_waits_for_their_copy(feeder, engine, monkeypatch):
-    """It may be another one than that of `write_cache_indices`."""
+def test_the_streams_that_take_the_columns_wait_for_their_copy(feeder, engine, monkeypatch):
+    """Each function may run on another one than `alloc_for_extend`: for the pointers, the lengths, the columns."""
     waits = []
     monkeypatch.setattr(Upload, "wait", lambda self, stream=None: waits.append(stream))
     engine.prefill(two())
-    assert waits == [None]
+    assert waits == [None] * 3
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="two names for one device, as the CPU has them")
@@ -383,7 +429,7 @@ def test_a_value_that_cannot_be_staged_goes_sglangs_own_way(srt, caplog):
         assert columns(infos()[0]) == columns(expected[0])
         assert columns(infos()[0])[0][0] == torch.inf
         assert pool_of(feeder).stats().uploads == 0
-    assert sum("temperatures" in line and "own way" in line for line in caplog.messages) == 2  # of either function
+    assert sum("temperatures" in line and "own way" in line for line in caplog.messages) == 1  # tried once a prefill
 
 
 def test_a_busy_ring_goes_sglangs_own_way_at_once(feeder, engine):
@@ -394,9 +440,11 @@ def test_a_busy_ring_goes_sglangs_own_way_at_once(feeder, engine):
         torch.cuda.synchronize()  # its slot is free again
     layout = Layout([Field("x", torch.int32)])
     held = [pool.lease(layout, rows=1) for _ in range(pool.max_slots)]
-    assert columns(engine.prefill(two()).sampling_info) == OF_TWO
+    batch = engine.prefill(two())
+    assert columns(batch.sampling_info) == OF_TWO
+    assert [one.tolist() for one in (batch.seq_lens, batch.orig_seq_lens)] == [[3, 2]] * 2
     stats = pool.stats()
-    assert (stats.leases_timed_out, stats.leases_waited, stats.uploads) == (2, 0, 1)
+    assert (stats.leases_timed_out, stats.leases_waited, stats.uploads) == (1, 0, 1)  # tried once a prefill
     for lease in held:
         lease.discard()
     engine.prefill(two())
@@ -410,7 +458,9 @@ def test_a_device_of_an_untried_kind_goes_sglangs_own_way(feeder, engine, srt, c
     for _ in range(2):
         info = srt.sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, VOCABULARY)
         assert info.temperatures.device.type == "meta"
-    assert feeder._with_pointers([torch.zeros(1)], "meta") is None
+    prefill = Prefill(batch, True)
+    feeder._stage(prefill, "meta", [])
+    assert prefill.upload is None
     assert feeder._pools == {torch.device("meta"): None}
     assert [line for line in caplog.messages if "own way" in line] == caplog.messages
     assert len(caplog.messages) == 1
@@ -442,10 +492,13 @@ def test_the_pool_bears_the_ranks_of_its_process(srt, engine, dp_rank, name):
 
 def test_a_device_without_an_index_is_the_current_one(feeder, monkeypatch):
     """SGLang's batches are on "cuda", whichever GPU their process has chosen."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    current = [3]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(batching.sglang, "StagingPool", lambda device, **options: StagingPool("cpu", name="stand-in"))
-    assert feeder._pool("cuda") is feeder._pool("cuda:3")
-    assert set(feeder._pools) == {torch.device("cuda:3")}
+    assert feeder._pool("cuda") is feeder._pool("cuda:3") is feeder._pool(torch.device("cuda"))
+    current[0] = 4
+    assert feeder._pool("cuda") is feeder._pool("cuda:4") is feeder._pool(torch.device("cuda"))
+    assert set(feeder._pools) == {torch.device("cuda:3"), torch.device("cuda:4")}
 
 
 def test_two_threads_make_one_pool(feeder, monkeypatch):
@@ -496,6 +549,224 @@ def test_another_thread_may_prepare_a_batch_meanwhile(feeder, engine, monkeypatc
     assert pool_of(feeder).stats().uploads == 2
 
 
+# ---------------------------------------------------------------------- what comes late
+
+
+def seen_by(batch: Any, seen: list[Any]) -> None:
+    seen.append(None if batch.seq_lens is None else batch.seq_lens.tolist())
+
+
+def test_seq_lens_are_there_for_another_version_of_the_eviction(feeder, engine, monkeypatch, srt):
+    """It is given the batch before the upload, and this one looks: it finds SGLang's own copy."""
+    seen: list[Any] = []
+    monkeypatch.setattr(srt.schedule_batch.ScheduleBatch, "maybe_evict_swa", lambda self: seen_by(self, seen))
+    batch = engine.prefill(two())
+    assert (seen, batch.seq_lens.tolist()) == ([[3, 2]], [3, 2])
+    assert pool_of(feeder).stats().fields == 9
+
+
+def test_seq_lens_are_there_for_another_version_of_the_prefixes(feeder, engine, monkeypatch, srt):
+    """The same for the function that reads them."""
+    seen: list[Any] = []
+    own = srt.allocation._prefix_kv_indices
+
+    def look(batch: Any, one: Any) -> torch.Tensor:
+        seen_by(batch, seen)
+        return own(batch, one)
+
+    monkeypatch.setattr(srt.allocation, "_prefix_kv_indices", look)
+    batch = engine.prefill(two())
+    assert (seen, batch.seq_lens.tolist()) == ([[3, 2]] * 2, [3, 2])
+    assert pool_of(feeder).stats().fields == 9
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_seq_lens_are_there_for_another_plugin_around_the_allocation(srt, engine, ours_first):
+    """Its hook may be above ours, or below."""
+    registry = srt.hook_registry.HookRegistry
+    seen: list[Any] = []
+
+    def look(original: Any, batch: Any) -> Any:
+        seen_by(batch, seen)
+        return original(batch)
+
+    with plugged() as feeder:
+        pass
+    hooks = dict(feeder.hooks())
+    both = [hooks.pop(ALLOCATE), look]
+    for hook in both if ours_first else reversed(both):
+        registry.register(ALLOCATE, hook, srt.hook_registry.HookType.AROUND)
+    for target, hook in hooks.items():
+        registry.register(target, hook, srt.hook_registry.HookType.AROUND)
+    registry.apply_hooks()
+    try:
+        batch = engine.prefill(two())
+    finally:
+        for target in (ALLOCATE, *KNOWN):
+            unhook(target)
+        registry.reset()
+    assert (seen, batch.seq_lens.tolist()) == ([[3, 2]], [3, 2])
+    assert columns(batch.sampling_info) == OF_TWO
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new"),
+    [
+        (
+            EVICT,
+            "        if self.tree_cache.supports_swa():\n            retain",
+            "        if self.tree_cache.supports_swa( ):\n            retain",
+        ),
+        (PREFIX, "    # A request holding its row (a later chunk, a borrowed session record)\n", ""),
+    ],
+    ids=["maybe_evict_swa", "_prefix_kv_indices"],
+)
+def test_a_changed_onlooker_gets_a_line_in_the_log(srt, engine, monkeypatch, tmp_path, caplog, target, old, new):
+    """One copy more, of `seq_lens`; the rest is uploaded as ever."""
+    with edited(monkeypatch, tmp_path, target, old, new), plugged() as feeder:
+        batch = engine.prefill(two())
+        assert batch.seq_lens.tolist() == [3, 2]
+        stats = pool_of(feeder).stats()
+        assert (stats.uploads, stats.fields) == (1, 9)
+    (line,) = [line for line in caplog.messages if target in line]
+    assert "seq_lens is left as it is" in line
+
+
+def test_a_batch_has_its_seq_lens_when_there_are_no_rows(feeder, engine, monkeypatch):
+    """The allocation raises before anything is uploaded: the batch is left as SGLang leaves it."""
+    monkeypatch.setattr(engine.table, "alloc", lambda reqs: None)
+    batch = engine.batch(two())
+    with pytest.raises(RuntimeError, match="runs out of memory"):
+        batch.prepare_for_extend()
+    assert batch.seq_lens.tolist() == [3, 2]
+    assert feeder._pools == {}
+
+
+def test_a_second_allocation_meanwhile_has_lengths_and_rows_of_its_own(feeder, engine, monkeypatch, srt):
+    """Of another batch, in the same thread: what was uploaded belongs to the batch that is being prepared."""
+    found: list[Any] = []
+
+    def allocate_another(**options: Any) -> None:
+        monkeypatch.undo()
+        other = engine.batch([request("c", 0, 5)])
+        other.prefix_lens, other.extend_lens, other.extend_num_tokens = [0], [5], 5
+        other.seq_lens, other.seq_lens_cpu = torch.tensor([5], device=DEVICE), torch.tensor([5])
+        out, rows, rows_cpu = srt.schedule_batch.alloc_for_extend(other)
+        found.extend(
+            [rows.tolist() == rows_cpu.tolist(), engine.table.req_to_token[rows_cpu[0], :5].tolist() == out.tolist()]
+        )
+
+    monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", allocate_another, raising=False)
+    batch = engine.prefill(two())
+    assert found == [True, True]
+    assert columns(batch.sampling_info) == OF_TWO
+    stats = pool_of(feeder).stats()
+    assert (stats.uploads, stats.fields) == (2, 14)
+
+
+def test_a_second_try_of_the_allocation_has_the_rows_of_that_try(feeder, engine, monkeypatch, srt):
+    """Somebody around it has made room: the requests get other rows than the ones that were uploaded."""
+    hooked = srt.schedule_batch.alloc_for_extend
+
+    def twice(batch: Any) -> Any:
+        monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", no_memory, raising=False)
+        with pytest.raises(RuntimeError, match="no memory"):
+            hooked(batch)
+        monkeypatch.undo()
+        for one in batch.reqs:
+            engine.table.free_slots.insert(0, one.kv.req_pool_idx)
+            one.kv.req_pool_idx = None
+        return hooked(batch)
+
+    monkeypatch.setattr(srt.schedule_batch, "alloc_for_extend", twice)
+    batch = engine.prefill(two())
+    assert batch.req_pool_indices.tolist() == batch.req_pool_indices_cpu.tolist()
+    assert columns(batch.sampling_info) == OF_TWO
+    assert batch.orig_seq_lens.tolist() == [3, 2]
+    stats = pool_of(feeder).stats()
+    assert (stats.uploads, stats.fields) == (2, 9 + 4)
+
+
+def test_other_pointers_meanwhile_are_not_those_of_the_batch(feeder, engine, monkeypatch, srt):
+    """A second `write_cache_indices`, with prefixes that nothing was uploaded for."""
+    prefix = torch.tensor([7, 8, 9], device=DEVICE)
+
+    def write_another(**options: Any) -> None:
+        row, three, none = (torch.tensor([value]) for value in (9, 3, 0))
+        on = [one.to(DEVICE) for one in (row, three, none)]
+        srt.allocation.write_cache_indices(
+            prefix[:0], on[0], row, on[1], three, on[1], three, on[2], none, [prefix], engine.table
+        )
+
+    monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", write_another, raising=False)
+    batch = engine.prefill(two())
+    assert engine.table.req_to_token[9, :3].tolist() == [7, 8, 9]
+    assert columns(batch.sampling_info) == OF_TWO
+    stats = pool_of(feeder).stats()
+    assert (stats.uploads, stats.fields) == (2, 11)
+
+
+def test_columns_of_unequal_lengths_are_not_uploaded(feeder):
+    """An allocator that gives more rows than there are requests, say: SGLang then makes the longer tensor."""
+    with pytest.raises(ValueError, match="unpack"):
+        feeder._upload(feeder._pool(DEVICE), {"top_ps": [1.0], "top_ks": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.3), np.float64(0.3), True, 3, torch.tensor(0.3)], ids=lambda value: type(value).__name__
+)
+def test_numbers_of_other_types_become_the_same(srt, value):
+    """Whatever SGLang's torch.tensor takes: the same bytes."""
+
+    def info() -> Any:
+        reqs = two()
+        reqs[0].sampling_params.temperature = value
+        return Engine(DEVICE, rows=16, context=64).prefill(reqs).sampling_info.temperatures
+
+    expected = info()
+    with plugged() as feeder:
+        assert differences(expected, info()) == []
+        assert pool_of(feeder).stats().uploads == 1
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two names for one device, as the CPU has them")
+def test_pointers_for_another_device_go_alone(feeder, engine, monkeypatch):
+    """Where `alloc_for_extend` is not hooked: the columns are for the device of the batch."""
+    monkeypatch.setattr(feeder, "_allocate", None)
+    engine.table.device = "cpu:0"
+    batch = engine.batch(two())
+    batch.device = "cpu"
+    batch.prepare_for_extend()
+    assert columns(batch.sampling_info) == OF_TWO
+    assert {str(device): pool.stats().fields for device, pool in feeder._pools.items()} == {"cpu:0": 1, "cpu": 4}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two names for one device, as the CPU has them")
+def test_columns_for_a_device_that_changes_meanwhile_are_uploaded_again(feeder, engine, monkeypatch):
+    """As "cuda" does, with the current device: SGLang makes its columns on the one that it is at the end."""
+    batch = engine.batch(two())
+    batch.device = "cpu"
+    monkeypatch.setattr(
+        engine.table, "alloc_aux_to_lengths", lambda **options: setattr(batch, "device", "cpu:0"), raising=False
+    )
+    batch.prepare_for_extend()
+    assert columns(batch.sampling_info) == OF_TWO
+    fields = {str(device): pool.stats().fields for device, pool in feeder._pools.items()}
+    assert fields == {"cpu": 9 + (engine.table.device == "cpu"), "cpu:0": 4}
+
+
+def test_seeds_that_are_turned_on_meanwhile_are_there(feeder, engine, monkeypatch, srt):
+    """SGLang looks at its end whether there are any."""
+    override = srt.runtime_context.get_exec().deterministic.override(enable_deterministic_inference=True)
+    monkeypatch.setattr(engine.table, "alloc_aux_to_lengths", lambda **options: override.__enter__(), raising=False)
+    try:
+        info = engine.prefill(two()).sampling_info
+    finally:
+        override.__exit__(None, None, None)
+    assert info.sampling_seed.tolist() == [42, -1]
+    assert pool_of(feeder).stats().uploads == 2
+
+
 # ---------------------------------------------------------------------- the copies of SGLang's functions
 
 
@@ -514,6 +785,11 @@ def test_tracebacks_show_sglangs_own_lines(srt, feeder, engine):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feeder, "_sample", None)
         assert where() == hooked
+
+
+def test_the_onlookers_are_those_of_this_version(srt):
+    """Else `seq_lens` would always go SGLang's own way, and nobody would notice."""
+    assert {target: fingerprint(current(target)) for target in ONLOOKERS} == ONLOOKERS
 
 
 def one_upload(device: Any) -> torch.Tensor:
@@ -539,3 +815,25 @@ def test_fed_refuses_what_uploads_something_else():
     """Each name has to be there once."""
     with pytest.raises(ValueError, match=r"uploads \['x'\], not \['x', 'z'\]"):
         fed(one_upload, ["x", "z"])
+
+
+def three_uploads(device: Any, values: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.tensor(values).to(device)
+    y = torch.tensor([2]).to(device)
+    values = [*values, 3]
+    z = torch.tensor([len(values)]).to(device)
+    w, _ = 5, 6
+    return x, y, z + w - w
+
+
+def test_fed_hands_over_variables_and_asks_late():
+    """What is asked late is asked behind another assignment, and in the order in which it stands."""
+    asked = []
+
+    def feed(name: str, own: Any, values: list[int]) -> torch.Tensor:
+        asked.append((name, values))
+        return own()
+
+    copy = fed(three_uploads, ["x", "y", "z"], ["values"], {"x": "w", "y": "w"})
+    assert [one.tolist() for one in copy("cpu", [1], feed=feed)] == [[1, 3], [2], [2]]
+    assert asked == [("z", [1, 3]), ("x", [1, 3]), ("y", [1, 3])]

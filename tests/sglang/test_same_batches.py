@@ -65,6 +65,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "keep": draw(st.lists(st.integers(0, 9), max_size=6, unique=True)),
         "keep_first": draw(st.booleans()),
         "inference_mode": draw(st.booleans()),
+        "in_place": draw(st.booleans()),
     }
 
 
@@ -92,6 +93,10 @@ def history(scenario: dict[str, Any]) -> tuple[list[Any], int]:
         prepared += 1 + any(prefixes)
         batch = engine.prefill(made)
         pictures.append(picture(engine, batch))
+        if scenario["in_place"]:  # nobody else has these bytes
+            for one in (batch.seq_lens, batch.orig_seq_lens, batch.sampling_info.top_ks):
+                one.add_(1)
+            pictures.append(picture(engine, batch))
         if scenario["keep_first"]:
             keep(batch, scenario["keep"])
         if running is None or not running.reqs:
@@ -125,10 +130,18 @@ def picture(engine: Engine, batch: Any) -> dict[str, Any]:
         "penalties": {kind.__name__: kind_state(one) for kind, one in orchestrator.penalizers.items()},
         "penalized": orchestrator.is_required,
         "table": engine.table.req_to_token.clone(),
-        "out_cache_loc": batch.out_cache_loc,
-        "rows": batch.req_pool_indices.clone(),
-        "seq_lens": batch.seq_lens.clone(),
+        "batch": {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name in OF_BATCH
+            if (value := getattr(batch, name)) is not None
+        },
     }
+
+
+OF_BATCH = (
+    *("out_cache_loc", "req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu", "orig_seq_lens"),
+    *("prefix_lens", "extend_lens", "prefill_input_ids_cpu"),
+)
 
 
 def kind_state(penalizer: Any) -> dict[str, Any]:

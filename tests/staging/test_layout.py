@@ -719,6 +719,10 @@ def test_records_that_do_not_fit_the_layout_are_refused(pool: StagingPool) -> No
             ):
                 lease.write_records(joined)
         lease.write_records([record] * 2)
+        for joined in (record, record * 3):  # also where the layout is known from the records before
+            with pytest.raises(FieldError, match=f"got {len(joined)}$"):
+                lease.write_records(joined)
+        lease.write_records([record] * 2)
         assert lease.upload()["b"].tolist() == [2.0, 2.0]
 
 

@@ -150,7 +150,7 @@ def test_lengths_that_never_come_again_fill_no_memory(make_pool: MakePool) -> No
         assert values(send(pool, tokens, 4, tokens, out)) == {tokens}
         assert len(pool._ring.slots[0].prepared) <= MOST
         (known,) = pool._destinations._known.values()
-        assert len(known.views) <= MOST
+        assert max(map(len, known.views)) <= MOST
 
 
 def test_a_fixed_destination_has_the_same_tensors_each_time(make_pool: MakePool) -> None:
