@@ -3,6 +3,7 @@
 `StagingPool` is where to begin. `staging.testing` has a simulated device for tests without a GPU.
 """
 
+from staging._fixed import Destination
 from staging.errors import (
     CaptureError,
     FieldError,
@@ -25,6 +26,7 @@ from staging.upload import Upload
 __all__ = [
     "Advice",
     "CaptureError",
+    "Destination",
     "Field",
     "FieldError",
     "Layout",

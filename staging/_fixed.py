@@ -1,4 +1,4 @@
-"""Destinations of fixed address: what was checked and viewed of a caller's `out`, for as long as that tensor lives."""
+"""Destinations of fixed address: the pool's own, and what was checked and viewed of a caller's tensor."""
 
 from __future__ import annotations
 
@@ -6,14 +6,68 @@ import weakref
 
 import torch
 
+from staging._device import Device
 from staging._prepared import MOST
-from staging.layout import Plan
+from staging.errors import FieldError
+from staging.layout import Layout, Plan
 
 Landing = tuple[torch.Tensor, "dict[str, torch.Tensor]"]
 """The part of a destination that the copy fills, and its fields."""
 
 
 class Destination:
+    """Device memory of fixed address for uploads, `lease.upload(out=destination)`; made by `pool.destination(…)`.
+
+    Uploads of any layout and lengths that fit begin at its first byte. Those of the same layout and lengths have the
+    same tensors each time, the very objects: what a captured graph reads. The memory is zeros before the first upload,
+    and lives as long as this or one of the tensors. It is for the pool that made it.
+    """
+
+    __slots__ = ("_device", "_landings", "_memory")
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._memory = device.empty(nbytes, torch.uint8).zero_()
+        self._landings: dict[Plan, Landing] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest upload that fits."""
+        return self._memory.nbytes
+
+    def __repr__(self) -> str:
+        return f"<Destination of {self.nbytes} bytes on {self._device.torch_device}>"
+
+    def tensors(self, layout: Layout, /, **lengths: int) -> dict[str, torch.Tensor]:
+        """The tensors by field name that an upload with these lengths fills: to capture a graph before the first one.
+
+        Do not change their shapes. Raises `FieldError` for unsuitable lengths, and where they do not fit.
+        """
+        return dict(self.landing(layout.plan(lengths), self._device)[1])
+
+    def landing(self, plan: Plan, device: Device) -> Landing:
+        """For the pool of this device: where the copy goes to. `FieldError` where it cannot."""
+        found = self._landings.get(plan)
+        if found is None or device is not self._device:
+            found = self._cut(plan, device)
+        return found
+
+    def _cut(self, plan: Plan, device: Device) -> Landing:
+        if device is not self._device:
+            raise FieldError(f"upload(out={self!r}): another pool made it; use that pool's own, or a tensor as `out`")
+        if plan.total > self.nbytes:
+            raise FieldError(
+                f"upload(out={self!r}): the upload has {plan.total} bytes; make the destination for the largest lengths"
+            )
+        if len(self._landings) >= MOST:
+            self._landings.clear()
+        with torch.inference_mode(False):  # or they could not be written outside of it
+            landing = self._memory[: plan.total].view(plan.cut.dtype)
+            found = self._landings[plan] = (landing, plan.cut.tensors(landing))
+        return found
+
+
+class Known:
     """One tensor that was found suitable, and its views by plan."""
 
     __slots__ = ("address", "nbytes", "ref", "views")
@@ -30,10 +84,10 @@ _in_inference_mode = torch.is_inference_mode_enabled
 
 
 class Destinations:
-    """The destinations of one pool, by tensor. Forgotten when the tensor is collected: nothing keeps its memory."""
+    """The callers' tensors that a pool uploads to. Forgotten when the tensor is collected: nothing keeps its memory."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Destination] = {}
+        self._known: dict[int, Known] = {}
 
     def clear(self) -> None:
         """Forget all of them: a tensor that was given other memory in place would keep the old."""
@@ -61,7 +115,7 @@ class Destinations:
         if known is None or known.ref() is not out or known.address != out.data_ptr() or known.nbytes != out.numel():
             # May run anywhere, like any callback of the garbage collector: so it does no more than this.
             ref = weakref.ref(out, lambda ref, pop=self._known.pop: pop(number, None))  # type: ignore[misc]
-            known = self._known[number] = Destination(out, ref)
+            known = self._known[number] = Known(out, ref)
         views = known.views[_in_inference_mode()]
         if len(views) >= MOST:
             views.clear()

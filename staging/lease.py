@@ -20,6 +20,7 @@ from staging.layout import ROWS, Layout, Place, Plan
 from staging.upload import Upload
 
 if TYPE_CHECKING:
+    from staging._fixed import Destination
     from staging.pool import StagingPool
 
 
@@ -145,13 +146,14 @@ class Lease:
             target[...] = source
         self._written |= targets.bits
 
-    def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:
+    def upload(self, out: Destination | torch.Tensor | None = None, after: Any = None) -> Upload:
         """Queue the one copy on the stream that is current now, and give up the slot; returns the device tensors.
 
-        Without `out` the tensors are views of one fresh allocation that the caller owns. With `out`, a contiguous
-        one-dimensional uint8 tensor on the pool's device of at least `nbytes`, they are views of it, at addresses that
-        stay the same from upload to upload; the copy then first waits, on the device, for the event `after` if one
-        is given: whoever still reads `out` on another stream is the caller's to name.
+        Without `out` the tensors are views of one fresh allocation that the caller owns. With `out`, of
+        `pool.destination(…)` or a contiguous one-dimensional uint8 tensor on the pool's device, of at least `nbytes`,
+        they are views of it, at addresses that stay the same from upload to upload; the copy then first waits, on the
+        device, for the event `after` if one is given: whoever still reads `out` on another stream is the caller's to
+        name.
 
         The slot is handed out again only after the event recorded behind the copy has passed.
 

@@ -35,7 +35,7 @@ from staging import _lifetime
 from staging._debug import GUARD
 from staging._device import Device, HostBuffer, Memory, open_device
 from staging._dump import describe
-from staging._fixed import Destinations
+from staging._fixed import Destination, Destinations
 from staging._memory import limits, wished
 from staging._ring import Ring
 from staging._slots import Slot, State
@@ -217,6 +217,14 @@ class StagingPool:
         if ring.notes:
             self._log_notes()
         return lease
+
+    def destination(self, layout: Layout, /, **lengths: int) -> Destination:
+        """Device memory of fixed address for this pool's uploads of `layout`, with these lengths or smaller ones.
+
+        It belongs to the caller. Zeros, written on the current stream. Raises `FieldError` for unsuitable lengths, the
+        device's own error where there is no memory.
+        """
+        return Destination(self._device, layout.plan(lengths).total)
 
     def stats(self) -> PoolStats:
         """A consistent snapshot of all gauges and counters. Never touches the device; resets nothing.
@@ -522,7 +530,7 @@ class StagingPool:
             self._ring.counters.leases_empty += 1
         return lease
 
-    def _upload(self, lease: Lease, out: torch.Tensor | None, after: Any) -> Upload:
+    def _upload(self, lease: Lease, out: torch.Tensor | Destination | None, after: Any) -> Upload:
         slot, plan, device, ring = lease._slot, lease._plan, self._device, self._ring
         if slot.generation != lease._generation:
             lease._check_open("upload")
@@ -544,7 +552,9 @@ class StagingPool:
                         ring.watch.uploading(slot, plan)
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
             rows: torch.Tensor | None = None
-            if out is not None:
+            if isinstance(out, Destination):
+                landing, tensors = out.landing(plan, device)
+            elif out is not None:
                 landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
             else:
                 landing = device.empty(plan.cut.elements, plan.cut.dtype)
@@ -608,7 +618,7 @@ class StagingPool:
             if slot.generation == lease._generation + 1 and slot.buffer is not None:
                 self._device.wait(stream, slot.event)
 
-    def _new_destination(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _new_destination(self, out: Any, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         problem = ""
         if not isinstance(out, torch.Tensor) or out.dtype != torch.uint8 or out.ndim != 1 or not out.is_contiguous():
             problem = "must be a contiguous one-dimensional uint8 tensor"
@@ -621,7 +631,7 @@ class StagingPool:
         elif out.is_inference() and not torch.is_inference_mode_enabled():
             problem = "was made in inference mode and cannot be written outside it"
         if problem:
-            raise FieldError(f"{self!r}: upload(out=…) {problem}; make it with torch.empty(layout.nbytes(…), …)")
+            raise FieldError(f"{self!r}: upload(out=…) {problem}; make it with pool.destination(layout, …)")
         return self._destinations.remember(out, plan)
 
     # ------------------------------------------------------------------ when things are over

@@ -411,6 +411,41 @@ mutation(
     "staging/test_prepared.py::test_a_destination_made_in_inference_mode_is_refused_outside_it_however_often",
 )
 mutation(
+    "another pool's destination is taken",
+    "staging/_fixed.py",
+    "if found is None or device is not self._device:",
+    "if found is None:",
+    "staging/test_destination.py::test_a_destination_is_for_the_pool_that_made_it",
+)
+mutation(
+    "an upload may be larger than its destination",
+    "staging/_fixed.py",
+    "if plan.total > self.nbytes:",
+    "if False:",
+    "staging/test_destination.py::test_an_upload_that_does_not_fit_is_refused_and_its_lease_goes_on",
+)
+mutation(
+    "a destination's tensors cannot be changed outside the mode they were made in",
+    "staging/_fixed.py",
+    "with torch.inference_mode(False):  # or",
+    "if True:  # or",
+    "staging/test_destination.py::test_inference_mode_makes_no_difference",
+)
+mutation(
+    "a destination of the pool's remembers views without end",
+    "staging/_fixed.py",
+    "if len(self._landings) >= MOST:",
+    "if False:",
+    "staging/test_destination.py::test_lengths_that_never_come_again_fill_no_memory",
+)
+mutation(
+    "a destination holds anything before the first upload",
+    "staging/_fixed.py",
+    "device.empty(nbytes, torch.uint8).zero_()",
+    "device.empty(nbytes, torch.uint8).fill_(7)",
+    "staging/test_destination.py::test_uploads_of_the_same_lengths_have_the_same_tensors",
+)
+mutation(
     "joined records of any length are taken",
     LEASE,
     "elif len(joined) != targets.nbytes:",

@@ -109,7 +109,7 @@ def parts(
     Each part has the cost of reading the clock in it, which is measured beside them.
     """
     batches = all_new(rows, seed)
-    out = torch.empty(COLUMNS.nbytes(rows=rows), dtype=torch.uint8, device=machine.device)
+    out = pool.destination(COLUMNS, rows=rows)
     clock = time.perf_counter_ns
     found: dict[str, list[float]] = {}
     with NoCollection():
@@ -134,17 +134,22 @@ def parts(
                 marks.append(clock())
                 for name, begin, end in zip(_PARTS, marks, marks[1:], strict=False):
                     times.setdefault(name, []).append(end - begin)
-                if number % _SETTLE_EVERY == _SETTLE_EVERY - 1:
+                if number % _SETTLE_EVERY == _SETTLE_EVERY - 1 or number == count - 1:
                     machine.settle()
                     start = clock()
                     pool.lease(COLUMNS, rows=rows).discard()
                     times.setdefault(CONDUCTING, []).append(clock() - start)
+            for _ in range(count):
+                start = clock()
+                pool.lease(COLUMNS, rows=rows).discard()
+                times.setdefault(FREE_SLOT, []).append(clock() - start)
             for name, taken in times.items():
                 found.setdefault(name, []).append(statistics.median(taken) / 1e3)
     return found
 
 
-CONDUCTING = "conducting alone: a lease and its discard, with one event asked that has passed"
+CONDUCTING = "conducting alone: a lease and its discard, one event asked, the host having waited just before"
+FREE_SLOT = "the same with a slot that is free, many in a row"
 
 _PARTS = (
     "reading the clock",

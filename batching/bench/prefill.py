@@ -158,10 +158,8 @@ class Ours:
 
     def __init__(self, pool: StagingPool, fixed_rows: int = 0) -> None:
         self.pool = pool
-        self.out = None
-        if fixed_rows:
-            nbytes = PREFILL.nbytes(rows=fixed_rows, tokens=fixed_rows * tokens_each(fixed_rows))
-            self.out = torch.empty(nbytes, dtype=torch.uint8, device=pool.device)
+        tokens = fixed_rows * tokens_each(fixed_rows) if fixed_rows else 0
+        self.out = pool.destination(PREFILL, rows=fixed_rows, tokens=tokens) if fixed_rows else None
 
     def by_columns(self, batch: Batch) -> Tensors:
         return self.send(batch, dict(zip(NAMES, columns(batch.requests), strict=True)), None)

@@ -266,9 +266,7 @@ class Ours:
 
     def __init__(self, pool: StagingPool, fixed_rows: int = 0) -> None:
         self.pool = pool
-        self.out = None
-        if fixed_rows:
-            self.out = torch.empty(COLUMNS.nbytes(rows=fixed_rows), dtype=torch.uint8, device=pool.device)
+        self.out = pool.destination(COLUMNS, rows=fixed_rows) if fixed_rows else None
 
     def by_columns(self, batch: Batch) -> Tensors:
         requests = batch.requests

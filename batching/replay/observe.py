@@ -18,7 +18,7 @@ from batching.info import SamplingBatchInfo
 from batching.replay.scheduler import ReplayRequest, Result, Scheduler, Settings, _Pending
 from batching.replay.timeline import Timeline
 from batching.replay.trace import TraceRequest
-from staging import Layout, Lease, StagingPool, Upload
+from staging import Destination, Layout, Lease, StagingPool, Upload
 from staging._device import Device, HostBuffer
 
 _T = TypeVar("_T")
@@ -154,7 +154,7 @@ class ObservedLease:
         if self._slot.index >= 0:  # a lease of zero bytes has no slot of the ring
             timeline.slot(self._slot.index, "filling", handed_out, **self._about)
 
-    def upload(self, out: torch.Tensor | None = None, after: Any = None) -> Upload:
+    def upload(self, out: Destination | torch.Tensor | None = None, after: Any = None) -> Upload:
         """As `Lease.upload`."""
         timeline, index, now = self._timeline, self._slot.index, self._timeline.device.now
         begin = now()
