@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,13 +40,14 @@ def test_this_machine_can_show_the_race(held_stream):
     assert int(target.min()) == 7
 
 
-def test_every_upload_carries_its_own_bytes_behind_a_held_stream(held_stream):
+@pytest.mark.parametrize("rows", [500, 20_000], ids=["one allocation", "two allocations"])
+def test_every_upload_carries_its_own_bytes_behind_a_held_stream(held_stream, rows):
     """A ring that may grow hands out new slots while the stream is held; every value is its own batch's."""
-    with StagingPool("cuda", slots=2, max_slots=16) as pool:
-        send(pool, 0)  # every kernel once before: CUDA loads one when it is first used, and waits for the device then
+    with StagingPool("cuda", slots=2, max_slots=16, slot_bytes=1 << 20) as pool:
+        send(pool, 0, rows)  # every kernel once before: CUDA loads one when it is first used, and waits for the device
         torch.cuda.synchronize()
         with held_stream():
-            results = [send(pool, stamp) for stamp in range(16)]
+            results = [send(pool, stamp, rows) for stamp in range(16)]
             assert pool.stats().in_flight == 16
         assert distances(results) == [0] * 16
 
@@ -155,6 +157,39 @@ def test_a_graph_reads_what_was_uploaded_to_its_fixed_destination():
             graph.replay()
             wrong += (seen != 3 * stamp).sum()
         assert int(wrong) == 0
+
+
+def test_a_graph_may_be_captured_before_the_first_upload():
+    """By the tensors that the pool's destination gives beforehand; behind each upload it reads that one's values."""
+    with StagingPool("cuda") as pool:
+        destination = pool.destination(STAMPED, rows=8, tokens=16)
+        fixed = destination.tensors(STAMPED, rows=8, tokens=16)
+        seen = torch.zeros(8, dtype=torch.int64, device="cuda")
+        torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)  # its kernel is loaded now
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for stamp in range(1000):
+            with pool.lease(STAMPED, rows=8, tokens=16) as lease:
+                lease["stamp"], lease["half"], lease["tokens"] = stamp, 0, 2 * stamp
+                assert lease.upload(destination)["stamp"] is fixed["stamp"]
+            graph.replay()
+            wrong += (seen != 3 * stamp).sum()
+        assert int(wrong) == 0
+
+
+def test_an_error_of_a_copy_is_raised_once_and_not_by_torch_afterwards():
+    """The runtime keeps the last error for whoever asks next; that is torch, behind its next kernel."""
+    with StagingPool("cuda") as pool:
+        device = pool._device
+        assert device._is_direct(), "the runtime that torch has loaded was not found"
+        nowhere = SimpleNamespace(data_ptr=lambda: 64)
+        with pytest.raises(RuntimeError, match=r"CUDA error: invalid argument \(cudaMemcpyAsync\)"):
+            device.copy(nowhere, torch.zeros(64, dtype=torch.uint8, pin_memory=True), device.current_stream())
+        assert int(torch.arange(5, device="cuda").sum()) == 10
+        assert distances([send(pool, stamp) for stamp in range(8)]) == [0] * 8
 
 
 def test_tensors_are_used_on_another_stream_after_wait(held_stream):
