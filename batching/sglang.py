@@ -116,7 +116,6 @@ class Prefill:
         own, self.own_seq_lens = self.own_seq_lens, None
         if own is not None:
             self.batch.seq_lens = own() if self.upload is None else self.upload[SEQUENCE]
-            del self.columns[SEQUENCE]
 
     def take(self, name: str) -> torch.Tensor | None:
         """A column of the upload, if there is one, for the stream that is current now, which may be another one."""

@@ -16,6 +16,8 @@ from staging.errors import PinningError, StagingError
 
 _LEGACY_DEFAULT = 0
 """The raw handle of the stream that every device begins with."""
+_LAST_DEFAULT = 2
+"""0, 1 and 2 are names of the current device's default streams: the usual one, the legacy and the per-thread one."""
 _HOST_TO_DEVICE, _DEVICE_TO_DEVICE = 1, 3
 """Kinds of copies, of the runtime's `cudaMemcpyKind`."""
 
@@ -47,6 +49,7 @@ class CudaDevice:
             "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
         )
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._alone = torch.cuda.device_count() == 1
         self._templates: dict[torch.dtype, torch.Tensor] = {}
         self._runtime = _runtime()
         self._memcpy: Callable[[int, int, int, int, int], int] = _unknown
@@ -97,7 +100,7 @@ class CudaDevice:
             return self._is_capturing()
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-        if not self._is_direct():
+        if not self._is_direct(stream):
             # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
             landing.copy_(source, non_blocking=True)
             return
@@ -108,7 +111,7 @@ class CudaDevice:
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        if not self._is_direct():
+        if not self._is_direct(stream):
             copy_runs(rows, landing, runs)
             return
         start, to = landing.data_ptr(), rows.data_ptr()
@@ -122,7 +125,7 @@ class CudaDevice:
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
         handle = event.cuda_event
-        if not handle or not self._is_direct():  # torch makes an event when it first records it
+        if not handle or not self._is_direct(stream):  # torch makes an event when it first records it
             event.record(self._streams.get(stream) or self._stream(stream))
             return
         error = self._record(handle, stream)
@@ -151,9 +154,15 @@ class CudaDevice:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def _is_direct(self) -> bool:
-        """Whether the runtime may be asked: it takes 0 for the default stream of whichever device is current."""
-        return self._runtime is not None and self._current_device() == self._index
+    def _is_direct(self, stream: int) -> bool:
+        """Whether the runtime may be asked, on this stream.
+
+        Where there are several devices, ours has to be current, or the call might open a context on another one; and
+        the handles of default streams are those of whichever device is current for the runtime, which torch sets late.
+        """
+        return self._runtime is not None and (
+            self._alone or (stream > _LAST_DEFAULT and self._current_device() == self._index)
+        )
 
     def _failed(self, call: str, error: int) -> RuntimeError:
         assert self._runtime is not None, "it has just been called"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -18,16 +19,22 @@ Landing = tuple[torch.Tensor, "dict[str, torch.Tensor]"]
 class Destination:
     """Device memory of fixed address for uploads, `lease.upload(out=destination)`; made by `pool.destination(…)`.
 
-    Uploads of any layout and lengths that fit begin at its first byte. Those of the same layout and lengths have the
-    same tensors each time, the very objects: what a captured graph reads. The memory is zeros before the first upload,
-    and lives as long as this or one of the tensors. It is for the pool that made it.
+    Uploads of any layout and lengths that fit begin at its first byte. Those of the same layout and lengths have their
+    tensors at the same addresses each time, where a captured graph reads them; they are the very objects, unless more
+    than 256 others came in between. The memory is zeros before the first upload, and lives as long as this or one of
+    the tensors. It is for the pool that made it.
     """
 
-    __slots__ = ("_device", "_landings", "_memory")
+    __slots__ = ("_device", "_landings", "_memory", "_streams", "_zeroed")
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
+        stream = device.current_stream()
         self._memory = device.empty(nbytes, torch.uint8).zero_()
+        self._zeroed = device.new_event()
+        device.record(self._zeroed, stream)
+        self._streams = {stream}
+        """That may write the memory: those behind the zeros, which the allocator knows of."""
         self._landings: dict[Plan, Landing] = {}
 
     @property
@@ -43,13 +50,18 @@ class Destination:
 
         Do not change their shapes. Raises `FieldError` for unsuitable lengths, and where they do not fit.
         """
-        return dict(self.landing(layout.plan(lengths), self._device)[1])
+        plan = layout.plan(lengths)
+        return dict((self._landings.get(plan) or self._cut(plan, self._device))[1])
 
-    def landing(self, plan: Plan, device: Device) -> Landing:
-        """For the pool of this device: where the copy goes to. `FieldError` where it cannot."""
+    def landing(self, plan: Plan, device: Device, stream: Any) -> Landing:
+        """For the pool of this device: where its copy on this stream goes to. `FieldError` where it cannot."""
         found = self._landings.get(plan)
         if found is None or device is not self._device:
             found = self._cut(plan, device)
+        if stream not in self._streams:
+            device.wait(stream, self._zeroed)
+            device.record_stream(self._memory, stream)
+            self._streams.add(stream)
         return found
 
     def _cut(self, plan: Plan, device: Device) -> Landing:
@@ -63,8 +75,7 @@ class Destination:
             self._landings.clear()
         with torch.inference_mode(False):  # or they could not be written outside of it
             landing = self._memory[: plan.total].view(plan.cut.dtype)
-            found = self._landings[plan] = (landing, plan.cut.tensors(landing))
-        return found
+            return self._landings.setdefault(plan, (landing, plan.cut.tensors(landing)))
 
 
 class Known:

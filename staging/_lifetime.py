@@ -21,29 +21,39 @@ class Forkable(Protocol):
 alive: weakref.WeakSet[Forkable] = weakref.WeakSet()
 """Every pool of this process."""
 
+held: set[Slot] = set()
+"""Slots that a copy may still read: from before it is queued until its event was seen done.
+
+torch's allocator does not know of these copies, and gives a freed block to whoever asks next. So a slot's memory lives
+for as long as it is here, whatever becomes of its pool, and whatever is interrupted on the way."""
+
 orphans: deque[tuple[Device, list[Slot]]] = deque()
 """Slots of pools that were collected without close(), until their copies are done: the next lease looks."""
 
 
 def reap() -> None:
-    """Let go of collected pools' slots whose copies are done; those in quarantine are leaked."""
-    for _ in range(len(orphans)):
+    """Let go of collected pools' slots whose copies are done; of the others nobody will know, and they stay held."""
+    for entry in list(orphans):
+        device, slots = entry
+        flying = [slot for slot in slots if slot.state is State.IN_FLIGHT]
         try:
-            device, slots = orphans.popleft()  # two pools may reap at once: each entry is held by one
-        except IndexError:
-            return
-        try:
-            if any(slot.state is State.IN_FLIGHT and not device.done(slot.event) for slot in slots):
-                orphans.append((device, slots))
-            elif any(slot.state is State.QUARANTINED for slot in slots):
-                leak(slots)
+            if not all(device.done(slot.event) for slot in flying):
+                continue
         except Exception:
-            leak(slots)
+            flying = []
+        try:
+            orphans.remove(entry)
+        except ValueError:
+            continue  # another pool looked at the same time
+        held.difference_update(flying)
 
 
 def leak(objects: object) -> None:
     """Keep `objects` for the rest of the process, past the interpreter's own end: nothing ever frees them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
+leak(held)
 
 
 def _after_fork_in_child() -> None:

@@ -332,6 +332,7 @@ class Ring:
                     return False
                 slot.state = _FREE
                 slot.since = device.now()
+                _lifetime.held.discard(slot)
         except Exception as error:
             if slot.state is _IN_FLIGHT:  # the answer is unknown, so the slot's event is
                 self.quarantine(slot, error)

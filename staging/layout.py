@@ -395,7 +395,7 @@ class Layout:
         row_offsets: dict[str, int] = {}
         row_total = 0
         others = sum(counted[field.counts] * field.entry_bytes for field, _ in filled if field.counts != ROWS)
-        if others > KEPT_ALONG and counted.get(ROWS):
+        if others > KEPT_ALONG:
             for field, offset in filled:
                 if field.counts != ROWS:
                     continue

@@ -218,7 +218,9 @@ class Lease:
 
 def _joined(records: Sequence[bytes] | bytes | npt.NDArray[Any], layout: Layout, plan: Plan) -> bytes:
     """The bytes of all records, if there is one of `layout` for each row."""
-    table = records if isinstance(records, np.ndarray) else layout.join(records)  # type: ignore[arg-type]
+    if isinstance(records, (bytes, bytearray, memoryview)):  # bytes: of a class of the caller's
+        return bytes(records)
+    table = records if isinstance(records, np.ndarray) else layout.join(records)
     if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:
         raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
     rows = plan.lengths.get(ROWS, 0)

@@ -222,8 +222,10 @@ class StagingPool:
         """Device memory of fixed address for this pool's uploads of `layout`, with these lengths or smaller ones.
 
         It belongs to the caller. Zeros, written on the current stream. Raises `FieldError` for unsuitable lengths, the
-        device's own error where there is no memory.
+        device's own error where there is no memory, and as `lease` when the pool is of no use any more.
         """
+        if self._ring.refusal is not None:
+            raise self._ring.refused()
         return Destination(self._device, layout.plan(lengths).total)
 
     def stats(self) -> PoolStats:
@@ -306,7 +308,8 @@ class StagingPool:
                     slot.holder,
                     f" at {slot.site}" if slot.site else "; STAGING_DEBUG=1 says where it was taken",
                 )
-        unsafe = [slot for slot in busy if slot.state is not State.FILLING or slot.holder != me]
+        # Held as well: an upload that is going on right now, in another thread or below this signal handler.
+        unsafe = [s for s in busy if s.state is not State.FILLING or s.holder != me or s in _lifetime.held]
         if unsafe:
             _lifetime.leak(unsafe)
             log.warning(
@@ -334,7 +337,8 @@ class StagingPool:
 
     def __del__(self) -> None:
         # No lock, no CUDA, no logging: a finaliser may run anywhere. The slots wait in a deque for another pool's
-        # lease to see their copies done; without one they stay for the life of the process.
+        # lease to see their copies done; without one they are held for the life of the process. So they are when an
+        # interrupt comes in here, and is swallowed.
         try:
             slots, refusal = self._ring.slots, self._ring.refusal
             if slots and (refusal is None or isinstance(refusal, PoolClosed)):
@@ -553,7 +557,7 @@ class StagingPool:
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
             rows: torch.Tensor | None = None
             if isinstance(out, Destination):
-                landing, tensors = out.landing(plan, device)
+                landing, tensors = out.landing(plan, device, stream)
             elif out is not None:
                 landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
             else:
@@ -576,6 +580,7 @@ class StagingPool:
                 ring.claim(lease, token)
             if slot.buffer is not None:
                 slot.stream = stream
+                _lifetime.held.add(slot)
                 device.copy(landing, (lease._prepared or slot.views(plan)).source, stream)
                 if rows is not None:
                     device.copy_on_device(rows, landing, plan.row_runs, stream)

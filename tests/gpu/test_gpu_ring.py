@@ -184,7 +184,7 @@ def test_an_error_of_a_copy_is_raised_once_and_not_by_torch_afterwards():
     """The runtime keeps the last error for whoever asks next; that is torch, behind its next kernel."""
     with StagingPool("cuda") as pool:
         device = pool._device
-        assert device._is_direct(), "the runtime that torch has loaded was not found"
+        assert device._is_direct(device.current_stream()), "the runtime that torch has loaded was not found"
         nowhere = SimpleNamespace(data_ptr=lambda: 64)
         with pytest.raises(RuntimeError, match=r"CUDA error: invalid argument \(cudaMemcpyAsync\)"):
             device.copy(nowhere, torch.zeros(64, dtype=torch.uint8, pin_memory=True), device.current_stream())

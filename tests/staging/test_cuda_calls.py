@@ -49,10 +49,11 @@ class Event:
         self.cuda_event = 77
 
 
-def seam(runtime: Runtime | None, current: int = 0) -> CudaDevice:
+def seam(runtime: Runtime | None, current: int = 0, *, alone: bool = False) -> CudaDevice:
     """The seam of device 0 without a device, in a process where device `current` is current."""
     device = CudaDevice.__new__(CudaDevice)
     device._index = 0
+    device._alone = alone
     device._current_device = lambda: current
     device._streams = {5: "stream 5"}  # type: ignore[dict-item]
     device._runtime = runtime  # type: ignore[assignment]
@@ -86,6 +87,16 @@ def test_without_a_runtime_or_with_another_device_current_torch_does_it(runtime:
     device.record(event, 5)  # type: ignore[arg-type]
     assert (landing.tolist(), rows.tolist(), event.recorded) == ([0, 1, 2, 3, 4, 5], [4, 5], ["stream 5"])
     assert runtime is None or runtime.calls == []
+
+
+@pytest.mark.parametrize(("alone", "stream", "direct"), [(True, 0, True), (False, 0, False), (False, 2, False)])
+def test_default_streams_are_the_runtimes_only_where_there_is_one_device(
+    alone: bool, stream: int, direct: bool
+) -> None:
+    """Their handles mean the device that is current for the runtime, which need not be the one torch speaks of."""
+    runtime, source, landing = Runtime(), torch.arange(6.0), torch.zeros(6)
+    seam(runtime, alone=alone).copy(landing, source, stream)
+    assert (len(runtime.calls) == 1, bool(landing.any())) == (direct, not direct)
 
 
 def test_an_event_is_recorded_by_torch_first_which_makes_it_and_then_by_the_runtime() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from staging import Destination, Field, FieldError, Layout, StagingPool, Upload
+from staging import Destination, Field, FieldError, Layout, PoolClosed, StagingPool, Upload
 from staging._prepared import MOST
 from staging.testing import SimulatedDevice
 
@@ -133,3 +133,22 @@ def test_lengths_that_never_come_again_fill_no_memory(make_pool: MakePool) -> No
     for tokens in range(3 * MOST):
         assert values(send(pool, out, tokens, 4, tokens)) == {tokens}
         assert len(out._landings) <= MOST
+
+
+def test_another_stream_comes_behind_the_zeros(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """Or these, behind other work, would wipe its upload out; and the allocator knows that it uses the memory."""
+    pool = make_pool(device)
+    out = pool.destination(MIXED, rows=3, tokens=5)
+    send(pool, out, 1)
+    assert (device.calls["wait"], device.calls["record_stream"]) == (0, 0)
+    for stream in (3, 3, 4, 0):
+        device.stream = stream
+        send(pool, out, 2)
+    assert (device.calls["wait"], device.calls["record_stream"]) == (2, 2)
+
+
+def test_a_pool_of_no_use_makes_no_destination(make_pool: MakePool) -> None:
+    pool = make_pool("cpu")
+    pool.close()
+    with pytest.raises(PoolClosed, match="make a new one"):
+        pool.destination(MIXED, rows=3, tokens=5)

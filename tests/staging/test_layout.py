@@ -718,7 +718,10 @@ def test_records_that_do_not_fit_the_layout_are_refused(pool: StagingPool) -> No
                 FieldError, match=rf"2 rows were leased, .* have 16 bytes \(8 each\), got {len(joined)}$"
             ):
                 lease.write_records(joined)
-        lease.write_records([record] * 2)
+        lease.write_records(bytearray(record * 2))
+        lease.write_records(memoryview(record * 2))
+        with pytest.raises(FieldError, match=r"got 24$"):
+            lease.write_records(bytearray(record * 3))
         for joined in (record, record * 3):  # also where the layout is known from the records before
             with pytest.raises(FieldError, match=f"got {len(joined)}$"):
                 lease.write_records(joined)
