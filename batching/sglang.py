@@ -52,9 +52,16 @@ KNOWN = {
 }
 """The functions that are hooked, and the fingerprints of the sources that this was written for: SGLang 0.5.23."""
 
-EVICT = "sglang.srt.managers.schedule_batch.ScheduleBatch.maybe_evict_swa"
+BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+EVICT = f"{BATCH}.maybe_evict_swa"
 PREFIX = "sglang.srt.mem_cache.allocation._prefix_kv_indices"
-ONLOOKERS = {EVICT: "d7f6ce9984583fe6", PREFIX: "53239ce78ed9dc4f"}
+ONLOOKERS = {
+    EVICT: "d7f6ce9984583fe6",
+    f"{BATCH}._evict_swa": "b45c0574011b14d9",
+    f"{BATCH}._swa_eviction_trigger": "baf8598a070a970d",
+    f"{BATCH}.is_dllm": "e47c5310e458232b",
+    PREFIX: "53239ce78ed9dc4f",
+}
 """Functions that are given the batch between `prepare_for_extend` and the upload. These versions of them do not look at
 its `seq_lens`, which may then come with the upload; behind any other version SGLang's own copy of it is made."""
 
@@ -142,6 +149,8 @@ class Feeder:
         self._may_pin: Callable[[Any], bool] = is_pin_memory_available
         self._targets = targets
         self._onlookers = onlookers
+        known = (onlookers or {}).items()
+        self._methods = [(target.removeprefix(BATCH + "."), one) for target, one in known if target.startswith(BATCH)]
         self._sample = fed(targets[SAMPLE], COLUMNS) if SAMPLE in targets else None
         self._write = fed(targets[WRITE], (POINTERS,)) if WRITE in targets else None
         self._allocate = (
@@ -263,8 +272,9 @@ class Feeder:
         if self._allocate is None or self._onlookers is None:
             return False
         called = self._targets[PREPARE].__globals__["alloc_for_extend"]
+        kind = type(batch)
         return (
-            type(batch).maybe_evict_swa is self._onlookers[EVICT]
+            all(getattr(kind, name, None) is known for name, known in self._methods)
             and self._targets[ALLOCATE].__globals__["_prefix_kv_indices"] is self._onlookers[PREFIX]
             and getattr(called, "__wrapped__", None) is self._targets[ALLOCATE]  # nobody else's hook is around it
         )

@@ -31,6 +31,10 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ALONE = f"unset {', '.join(_VARIABLES)} to replay in one process"
 _T = TypeVar("_T")
 
+_groups: list[Any] = []
+"""Of gloo, until the process ends. torch 2.6 hangs where one is freed just after it has gathered: it waits for the
+group's thread with the GIL held, and that needs the GIL to free what was sent."""
+
 
 @attrs.define(eq=False)
 class Job:
@@ -135,6 +139,8 @@ class Job:
                     device_id=torch.device("cuda", self.local_rank) if self.backend == "nccl" else None,
                 )
                 dist.all_gather_object(found, mine)
+                if self.backend == "gloo":
+                    _groups.append(dist.group.WORLD)
                 dist.destroy_process_group()  # not after an error: it may need those that are gone
         except (RuntimeError, ValueError) as error:
             raise CommandError(f"the ranks could not gather through {self.backend} ({_line(error)})") from error

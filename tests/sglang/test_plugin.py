@@ -36,6 +36,7 @@ from real_sglang import (
 import batching.sglang
 from batching.sglang import (
     ALLOCATE,
+    BATCH,
     EVICT,
     KNOWN,
     ONLOOKERS,
@@ -556,10 +557,17 @@ def seen_by(batch: Any, seen: list[Any]) -> None:
     seen.append(None if batch.seq_lens is None else batch.seq_lens.tolist())
 
 
-def test_seq_lens_are_there_for_another_version_of_the_eviction(feeder, engine, monkeypatch, srt):
+@pytest.mark.parametrize("name", ["maybe_evict_swa", "is_dllm"])
+def test_seq_lens_are_there_for_another_version_of_a_method(feeder, engine, monkeypatch, srt, name):
     """It is given the batch before the upload, and this one looks: it finds SGLang's own copy."""
     seen: list[Any] = []
-    monkeypatch.setattr(srt.schedule_batch.ScheduleBatch, "maybe_evict_swa", lambda self: seen_by(self, seen))
+
+    def look(batch: Any) -> bool:
+        if batch.seq_lens is not None and not seen:
+            seen_by(batch, seen)
+        return False
+
+    monkeypatch.setattr(srt.schedule_batch.ScheduleBatch, name, look)
     batch = engine.prefill(two())
     assert (seen, batch.seq_lens.tolist()) == ([[3, 2]], [3, 2])
     assert pool_of(feeder).stats().fields == 9
@@ -618,8 +626,11 @@ def test_seq_lens_are_there_for_another_plugin_around_the_allocation(srt, engine
             "        if self.tree_cache.supports_swa( ):\n            retain",
         ),
         (PREFIX, "    # A request holding its row (a later chunk, a borrowed session record)\n", ""),
+        (f"{BATCH}.is_dllm", "return self.dllm_config is not None", "return self.dllm_config  is not None"),
+        (f"{BATCH}._evict_swa", '"prefix cache must support swa"', '"a prefix cache must support swa"'),
+        (f"{BATCH}._swa_eviction_trigger", "Default: evict only once", "By default, evict only once"),
     ],
-    ids=["maybe_evict_swa", "_prefix_kv_indices"],
+    ids=["maybe_evict_swa", "_prefix_kv_indices", "is_dllm", "_evict_swa", "_swa_eviction_trigger"],
 )
 def test_a_changed_onlooker_gets_a_line_in_the_log(srt, engine, monkeypatch, tmp_path, caplog, target, old, new):
     """One copy more, of `seq_lens`; the rest is uploaded as ever."""
