@@ -53,7 +53,7 @@ class Destination:
         plan = layout.plan(lengths)
         return dict((self._landings.get(plan) or self._cut(plan, self._device))[1])
 
-    def landing(self, plan: Plan, device: Device, stream: Any) -> Landing:
+    def _landing(self, plan: Plan, device: Device, stream: Any) -> Landing:
         """For the pool of this device: where its copy on this stream goes to. `FieldError` where it cannot."""
         found = self._landings.get(plan)
         if found is None or device is not self._device:

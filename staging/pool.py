@@ -557,7 +557,7 @@ class StagingPool:
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
             rows: torch.Tensor | None = None
             if isinstance(out, Destination):
-                landing, tensors = out.landing(plan, device, stream)
+                landing, tensors = out._landing(plan, device, stream)
             elif out is not None:
                 landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
             else:
