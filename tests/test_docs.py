@@ -577,3 +577,9 @@ def test_the_errors_page_says_which_builtin_errors_they_are_too():
         told = {also for names, text in rows if f"`{cls.__name__}`" in names for also in re.findall(r"`(\w+)`", text)}
         if cls not in (StagingError, BatchError):
             assert told == {base.__name__ for base in builtin}, cls
+
+
+@pytest.mark.parametrize("page", sorted(TEXT), ids=lambda page: page.name)
+def test_nothing_is_left_to_be_filled_in(page):
+    """No mark of a place where a number or a paragraph was to come."""
+    assert re.findall(r"\b(?:TODO|TBD|FIXME|XXX|GPUNUMBERS)\b|^TABLE$|…/…", TEXT[page], re.MULTILINE) == []
