@@ -222,10 +222,13 @@ class StagingPool:
         """Device memory of fixed address for this pool's uploads of `layout`, with these lengths or smaller ones.
 
         It belongs to the caller. Zeros, written on the current stream. Raises `FieldError` for unsuitable lengths, the
-        device's own error where there is no memory, and as `lease` when the pool is of no use any more.
+        device's own error where there is no memory, `CaptureError` while a graph is being captured on the current
+        stream, and as `lease` when the pool is of no use any more.
         """
         if self._ring.refusal is not None:
             raise self._ring.refused()
+        if self._device.capturing(self._device.current_stream()):
+            raise CaptureError(_capture_message(f"make a destination of {self!r}", "and it would write the zeros"))
         return Destination(self._device, layout.plan(lengths).total)
 
     def stats(self) -> PoolStats:
@@ -654,9 +657,9 @@ class StagingPool:
 _END: dict[type, str] = {PoolClosed: "closed", PoolBroken: "broken", PoolForked: "forked"}
 
 
-def _capture_message(what: str) -> str:
+def _capture_message(what: str, would: str = "and a captured copy would read the slot") -> str:
     return (
-        f"cannot {what}: a CUDA graph is being captured on the current stream, and a captured copy would read the slot "
+        f"cannot {what}: a CUDA graph is being captured on the current stream, {would} "
         f"again at each replay; upload before the capture into a fixed destination, upload(out=…), and let the graph "
         f"read that"
     )

@@ -449,6 +449,13 @@ mutation(
     "staging/test_destination.py::test_a_pool_of_no_use_makes_no_destination",
 )
 mutation(
+    "a destination is made while a graph is captured",
+    POOL,
+    "if self._device.capturing(self._device.current_stream()):",
+    "if False:",
+    "staging/test_destination.py::test_none_is_made_while_a_graph_is_captured",
+)
+mutation(
     "the runtime is asked for another device's default stream",
     "staging/_cuda.py",
     "stream > _LAST_DEFAULT and",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from staging import Destination, Field, FieldError, Layout, PoolClosed, StagingPool, Upload
+from staging import CaptureError, Destination, Field, FieldError, Layout, PoolClosed, StagingPool, Upload
 from staging._prepared import MOST
 from staging.testing import SimulatedDevice
 
@@ -152,3 +152,13 @@ def test_a_pool_of_no_use_makes_no_destination(make_pool: MakePool) -> None:
     pool.close()
     with pytest.raises(PoolClosed, match="make a new one"):
         pool.destination(MIXED, rows=3, tokens=5)
+
+
+def test_none_is_made_while_a_graph_is_captured(device: SimulatedDevice, make_pool: MakePool) -> None:
+    """The graph would write the zeros again, over every upload."""
+    pool = make_pool(device)
+    device.capturing_now = True
+    with pytest.raises(CaptureError, match="cannot make a destination .* write the zeros again at each replay; upload"):
+        pool.destination(MIXED, rows=3, tokens=5)
+    device.capturing_now = False
+    assert pool.destination(MIXED, rows=3, tokens=5).nbytes == 64
