@@ -444,8 +444,8 @@ mutation(
     POOL,
     """if self._ring.refusal is not None:
             raise self._ring.refused()
-        return Destination""",
-    "return Destination",
+        if self._device.capturing""",
+    "if self._device.capturing",
     "staging/test_destination.py::test_a_pool_of_no_use_makes_no_destination",
 )
 mutation(

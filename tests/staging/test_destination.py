@@ -158,7 +158,9 @@ def test_none_is_made_while_a_graph_is_captured(device: SimulatedDevice, make_po
     """The graph would write the zeros again, over every upload."""
     pool = make_pool(device)
     device.capturing_now = True
-    with pytest.raises(CaptureError, match="cannot make a destination .* write the zeros again at each replay; upload"):
+    with pytest.raises(
+        CaptureError, match=r"cannot make a destination .* write the zeros again at each replay; upload"
+    ):
         pool.destination(MIXED, rows=3, tokens=5)
     device.capturing_now = False
     assert pool.destination(MIXED, rows=3, tokens=5).nbytes == 64
