@@ -2,7 +2,7 @@
 
 python tests/release.py                                      # this Python, and what pip chooses
 python tests/release.py python3.10:lowest python3.13         # the lower bound of every dependency; another Python
-python tests/release.py python3.11:torch=2.13.0:no-triton    # one torch; Triton taken out again
+python tests/release.py python3.11:torch=2.13.0:no-triton    # one torch, and so for numpy=; Triton taken out again
 
 The library is built from a copy of what git knows, so nothing else that lies about gets in. The environments are made
 in a temporary folder, and no command or test that runs in them can see the source tree. The wheel and the one that
@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -46,8 +47,9 @@ TESTS = ("tests/batching", "tests/replay", "tests/bench", "tests/staging", "test
 SLOW = ("tests/staging/test_exhaustive.py", "tests/staging/test_interrupts.py", "tests/staging/test_mutants.py")
 """Left out: they look for orders of events in the ring that no version of anything changes."""
 
+DEPENDENCIES = ("torch", "triton", "numpy", "attrs", "tqdm")
 LIMIT_S = 1800
-FAILED = "FAILED"
+NOT_RUN, FAILED = "not run", "FAILED"
 
 INSTALLED = """
 import pathlib, sys
@@ -58,22 +60,26 @@ for package in (staging, batching):
 """Run in an environment, and in the process that tests: the packages are the installed ones."""
 
 WHAT_IS_THERE = """
-import importlib.metadata, json
+import importlib.metadata, json, torch
 for entry in importlib.metadata.distribution("staging-pool").entry_points:
     entry.load()
-versions = {}
-for name in ("torch", "triton", "numpy", "attrs", "tqdm"):
+versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+for name in ("triton", "numpy", "attrs", "tqdm"):
     try:
         versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         versions[name] = "none"
-print(json.dumps({"python": sys.version.split()[0], **versions}))
+print(json.dumps(versions))
 """
 """Run behind it: entry points load; prints the versions."""
 
 
 class ReleaseError(Exception):
     """Something is not as it should be."""
+
+
+class NoCheckout(Exception):
+    """There is no telling what to build from."""
 
 
 @attrs.frozen
@@ -84,7 +90,8 @@ class Environment:
     """As on the command line."""
     python: str
     """The interpreter's path."""
-    torch: str | None = None
+    pinned: tuple[str, ...] = ()
+    """Dependencies whose versions are not left to pip, as constraints."""
     lowest: bool = False
     triton: bool = True
 
@@ -101,12 +108,15 @@ class Environment:
                 chosen = attrs.evolve(chosen, lowest=True)
             elif word == "no-triton":
                 chosen = attrs.evolve(chosen, triton=False)
-            elif word.startswith("torch="):
-                chosen = attrs.evolve(chosen, torch=word.removeprefix("torch="))
+            elif (pin := re.fullmatch(r"(\w+)=([\w.]+)", word)) and pin[1] in DEPENDENCIES:
+                chosen = attrs.evolve(chosen, pinned=(*chosen.pinned, f"{pin[1]}=={pin[2]}"))
             else:
-                raise argparse.ArgumentTypeError(f"{word!r} in {text!r} is not lowest, no-triton or torch=VERSION")
-        if chosen.lowest and chosen.torch is not None:
-            raise argparse.ArgumentTypeError(f"{text!r}: lowest says which torch; leave torch= away")
+                raise argparse.ArgumentTypeError(
+                    f"{word!r} in {text!r} is not lowest, no-triton, or VERSION after one of "
+                    f"{', '.join(f'{name}=' for name in DEPENDENCIES)}"
+                )
+        if chosen.lowest and chosen.pinned:
+            raise argparse.ArgumentTypeError(f"{text!r}: lowest says every version; leave {chosen.pinned[0]} away")
         return chosen
 
 
@@ -121,8 +131,13 @@ class Row:
     attrs: str = "?"
     tqdm: str = "?"
     built: str = "?"
-    commands: str = "not run"
-    tests: str = "not run"
+    commands: str = NOT_RUN
+    tests: str = NOT_RUN
+
+    @property
+    def good(self) -> bool:
+        """Whether commands and tests have passed."""
+        return not {self.commands, self.tests} & {NOT_RUN, FAILED}
 
 
 @attrs.frozen
@@ -157,6 +172,8 @@ class Log:
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=LIMIT_S,
+                # A shell lets what it starts in the background ignore Ctrl-C, and there are tests of Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         except subprocess.TimeoutExpired:
             raise ReleaseError(f"{what}: not done after {LIMIT_S} s") from None
@@ -171,10 +188,20 @@ class Log:
 # What is built, and what is in it.
 
 
+def git(*command: str) -> str:
+    """What git says of the checkout."""
+    try:
+        done = subprocess.run(("git", *command), cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NoCheckout(
+            f"{ROOT}: what belongs to a release is what git knows, and it does not answer: {error}"
+        ) from error
+    return done.stdout
+
+
 def known_to_git() -> list[str]:
     """Files below ROOT that git does not ignore, by their paths from there."""
-    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split("\0")
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return sorted({name for name in listed if name and (ROOT / name).is_file()})
 
 
@@ -302,7 +329,7 @@ def try_out(environment: Environment, built: Built, tests: Path, folder: Path) -
     log = Log(folder / "log.txt")
     wheel = read_archive(built.wheel)
     constraints = folder / "constraints.txt"
-    constraints.write_text("\n".join(lowest(wheel)) + "\n" if environment.lowest else "")
+    constraints.write_text("\n".join([*(lowest(wheel) if environment.lowest else environment.pinned), ""]))
 
     def pip(python: Path, *what: str | Path) -> None:
         options = ("--only-binary", ":all:", "--constraint", constraints)
@@ -311,7 +338,7 @@ def try_out(environment: Environment, built: Built, tests: Path, folder: Path) -
     rows = []
     try:
         base = virtual_environment(environment.python, folder / "torch", log)
-        pip(base, "torch" if environment.torch is None else f"torch=={environment.torch}")
+        pip(base, "torch")
         for name, artifact in (("wheel", built.wheel), ("sdist", built.wheel_of_sdist)):
             row = Row(built=name)
             rows.append(row)
@@ -333,7 +360,7 @@ def try_out(environment: Environment, built: Built, tests: Path, folder: Path) -
             else:
                 rows[-1] = attrs.evolve(row, tests="the same files")
     except ReleaseError as error:
-        print(f"{environment.text}: {error}\nall output: {log.path}", file=sys.stderr, flush=True)
+        print(f"{environment.text}: {error}", file=sys.stderr, flush=True)
         if not rows:
             rows.append(Row(built="nothing", commands=FAILED))
     finally:
@@ -345,7 +372,7 @@ def try_out(environment: Environment, built: Built, tests: Path, folder: Path) -
 def run_tests(python: Path, tests: Path, log: Log) -> str:
     """How many passed."""
     skipped = tuple(f"--ignore={name}" for name in SLOW)
-    options = ("-q", "-p", "no:cacheprovider", "-p", "installed", *skipped)
+    options = ("-q", "-p", "no:cacheprovider", "-p", "installed", "--durations=5", *skipped)
     printed = log.run("tests", python, "-m", "pytest", *options, *TESTS, cwd=tests)
     counted = re.search(r"^(\d+ passed.*) in \d", printed, re.MULTILINE)
     if counted is None:
@@ -360,9 +387,8 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def release(environments: Sequence[Environment], work: Path) -> bool:
+def release(names: Sequence[str], environments: Sequence[Environment], work: Path) -> bool:
     """All of it, in this folder; prints the table. Returns whether all is as it should be."""
-    names = known_to_git()
     released = [name for name in names if name in BESIDE or name.split("/")[0] in PACKAGES]
     files = {name: (ROOT / name).read_bytes() for name in released}
     built = build(released, work)
@@ -379,11 +405,11 @@ def release(environments: Sequence[Environment], work: Path) -> bool:
     rows = []
     for number, environment in enumerate(environments, 1):
         rows += try_out(environment, built, tests, work / f"environment-{number}")
-    kept = ("git", "describe", "--always", "--dirty=, changed since", "--exclude=*")
-    commit = subprocess.run(kept, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    changed = ", changed since" if git("status", "--porcelain") else ""
+    commit = git("rev-parse", "--short", "HEAD").strip() + changed
     print(f"{built.wheel.name} and {built.sdist.name}, commit {commit}, {time.strftime('%Y-%m-%d')}\n")
     print(table(rows))
-    return not found and all("passed" in row.commands and row.tests != FAILED for row in rows)
+    return not found and all(row.good for row in rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -396,24 +422,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "environments", nargs="*", type=Environment.read, metavar="ENVIRONMENT",
-        help="a Python, and after colons what differs from pip's choice: lowest, torch=VERSION, no-triton",
+        help="a Python, and after colons what differs from pip's choice: lowest, no-triton, torch=VERSION, numpy=…",
     )  # fmt: skip
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder for what was built and all output")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="a new folder for what is built and all output; else a temporary one, which "
+        "is left where something went wrong",
+    )
     chosen = parser.parse_args(arguments)
-    if not (ROOT / ".git").exists():
-        parser.error(f"{ROOT} is no git checkout: what belongs to the release is not known")
-    if chosen.keep is not None and chosen.keep.exists():
-        parser.error(f"argument --keep: {chosen.keep} is there already; name a new folder")
-    with tempfile.TemporaryDirectory(prefix="staging-release-") as temporary:
-        work = Path(temporary)
-        if chosen.keep is not None:
-            work = chosen.keep.resolve()
-            work.mkdir(parents=True)
+    try:
+        names = known_to_git()
+    except NoCheckout as error:
+        parser.error(str(error))
+    if chosen.keep is None:
+        work = Path(tempfile.mkdtemp(prefix="staging-release-"))
+    else:
+        work = chosen.keep.resolve()
         try:
-            good = release(chosen.environments or [Environment.read(sys.executable)], work)
-        except ReleaseError as error:
-            print(error, file=sys.stderr)
-            return 1
+            work.mkdir(parents=True)
+        except OSError as error:
+            parser.error(f"argument --keep: {error}; name a new folder")
+    good = False
+    try:
+        good = release(names, chosen.environments or [Environment.read(sys.executable)], work)
+    except ReleaseError as error:
+        print(error, file=sys.stderr)
+    finally:
+        if good and chosen.keep is None:
+            shutil.rmtree(work)
+        else:
+            print(f"\nwhat was built, and all output: {work}", file=sys.stderr)
     return 0 if good else 1
 
 

@@ -111,7 +111,7 @@ class Timeline:
     def __enter__(self) -> Timeline:
         try:
             self._part = self.path.resolve()
-            if self._part.exists() and not self._part.is_file():
+            if os.path.lexists(self._part) and not self._part.is_file():  # still a link: a loop, from Python 3.13 on
                 raise TimelineError(f"cannot write the timeline {self.path}: it exists and is no ordinary file")
             self._part = self._part.with_name(f".{self._part.name}.{os.getpid()}.part")
             self._file = open(self._part, "w", encoding="utf-8", newline="\n")
