@@ -58,7 +58,7 @@ class Destination:
         found = self._landings.get(plan)
         if found is None or device is not self._device:
             found = self._cut(plan, device)
-        if stream not in self._streams:
+        if plan.total and stream not in self._streams:  # no bytes, no copy: also while a graph is captured
             device.wait(stream, self._zeroed)
             device.record_stream(self._memory, stream)
             self._streams.add(stream)

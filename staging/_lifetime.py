@@ -41,11 +41,11 @@ def reap() -> None:
                 continue
         except Exception:
             flying = []
+        held.difference_update(flying)
         try:
             orphans.remove(entry)
         except ValueError:
-            continue  # another pool looked at the same time
-        held.difference_update(flying)
+            pass  # another pool looked at the same time
 
 
 def leak(objects: object) -> None:

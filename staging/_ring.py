@@ -220,7 +220,7 @@ class Ring:
         """The ring is over: it has no slots, and the leases of those that are still being filled have ended."""
         self.slots = []
         for slot in busy:
-            if slot.state is _FILLING:
+            if slot.ticket is not None and slot.ticket.generation == slot.generation:  # not one whose upload goes on
                 slot.generation += 1
 
     def settle_all(self) -> list[Slot]:
@@ -330,9 +330,9 @@ class Ring:
             if slot.state is _IN_FLIGHT:
                 if not device.done(slot.event):
                     return False
+                _lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
                 slot.state = _FREE
                 slot.since = device.now()
-                _lifetime.held.discard(slot)
         except Exception as error:
             if slot.state is _IN_FLIGHT:  # the answer is unknown, so the slot's event is
                 self.quarantine(slot, error)

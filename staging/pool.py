@@ -311,10 +311,10 @@ class StagingPool:
                     slot.holder,
                     f" at {slot.site}" if slot.site else "; STAGING_DEBUG=1 says where it was taken",
                 )
-        # Held as well: an upload that is going on right now, in another thread or below this signal handler.
+        # Held as well: an upload that is going on right now, in another thread or below this signal handler. What is
+        # held stays so: nobody asks its event any more. What another thread writes lives with that thread's lease.
         unsafe = [s for s in busy if s.state is not State.FILLING or s.holder != me or s in _lifetime.held]
         if unsafe:
-            _lifetime.leak(unsafe)
             log.warning(
                 "pool %r closed with %d slots still in use: leaked %d bytes rather than free them under a copy",
                 self.name,

@@ -145,6 +145,9 @@ def test_another_stream_comes_behind_the_zeros(device: SimulatedDevice, make_poo
         device.stream = stream
         send(pool, out, 2)
     assert (device.calls["wait"], device.calls["record_stream"]) == (2, 2)
+    device.stream, device.capturing_now = 5, True
+    send(pool, out, 3, rows=0, tokens=0)  # allowed there, since it queues nothing
+    assert (device.calls["wait"], device.calls["record_stream"]) == (2, 2)
 
 
 def test_a_pool_of_no_use_makes_no_destination(make_pool: MakePool) -> None:

@@ -99,6 +99,17 @@ def test_closing_beside_an_upload_that_is_going_on(device: Watched, where: str) 
     assert None not in device.read_by_copies()
 
 
+def test_an_upload_that_goes_on_when_its_pool_is_closed_is_waited_for(device: Watched) -> None:
+    """A reader on another stream: the pool's end is not the end of the copy."""
+    pool = StagingPool(device, slots=1, max_slots=1)
+    device.behind_the_copy = pool.close
+    with pool.lease(COLUMN, rows=3) as lease:
+        lease["column"] = 1
+        upload = lease.upload()
+    upload.wait(9)
+    assert device.calls["wait"] == 1
+
+
 def test_an_interrupt_while_a_forgotten_pool_is_looked_at(device: Watched) -> None:
     """Any other pool's lease looks, and asks the events."""
     pool = StagingPool(device, slots=1)
@@ -230,6 +241,21 @@ def test_an_interrupt_anywhere_frees_nothing_that_a_copy_reads(
         if place > 0 and not interrupter.where:
             break
     assert place > 50
+
+
+def test_an_interrupt_when_the_event_was_seen_done_keeps_nothing(
+    device: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(_lifetime.held)
+    pool = StagingPool(device, slots=1)
+    send(pool)
+    device.finish_all()
+    device.on_done = lambda: monkeypatch.setattr(device, "now", interrupt)
+    with pytest.raises(Interrupted):
+        send(pool)
+    monkeypatch.undo()
+    pool.close()
+    assert _lifetime.held == before
 
 
 def test_what_is_read_no_more_is_let_go(device: Watched) -> None:
