@@ -197,7 +197,9 @@ def test_two_ranks_print_one_table_and_write_one_document(launch, tmp_path, monk
 
 def test_a_rank_killed_in_the_middle_ends_the_job(launch, tmp_path):
     """Within seconds: torchrun names the rank and the signal, the other is stopped and closes what it has open."""
-    port = next(port for port in range(20_000, 60_000, 7) if free(port) and free(port + 1))
+    # Not the first one that is free: the same test of another run may be about to take that one.
+    begin = 20_000 + os.getpid() % 20_000
+    port = next(port for port in range(begin, 60_000, 7) if free(port) and free(port + 1))
     write_mooncake(builtin_trace(4000), tmp_path / "long.jsonl")
     job = launch("replay", "--device", "cpu", "long.jsonl", "--metrics-port", str(port), "--timeline", "run.json")
 
