@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batching.bench import prefill, strategies
 from batching.bench.batches import (
@@ -226,3 +229,40 @@ def test_requests_are_the_same_for_the_same_seed():
     one, other = (b"".join(request.record for request in make_requests(9, 4)) for _ in range(2))
     assert one == other
     assert one != b"".join(request.record for request in make_requests(9, 5))
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors that torch hands out, by the operation that made them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if func is not torch.ops.aten.detach.default:  # of `.numpy()`, by which a CPU copies, and of this mode itself
+            self.tensors[str(func)] += sum(isinstance(one, torch.Tensor) for one in results)
+        return result
+
+
+def test_a_batch_makes_as_many_tensors_at_any_number_of_rows():
+    """One allocation and the views of it; none where the destination is fixed."""
+    with StagingPool("cpu", slots=1, max_slots=1, slot_bytes=1 << 20) as pool:
+        fresh, fixed = [], []
+        for rows in (4, 16, 64, 1024):
+            (batch, _), ours, at = all_new(rows, 1), strategies.Ours(pool), strategies.Ours(pool, rows)
+            for way, found in ((ours, fresh), (at, fixed)):
+                for build in (way.by_records, way.by_columns):
+                    build(batch)
+                    with Made() as made:
+                        build(batch)
+                    found.append(made.tensors)
+    assert all(one == fresh[0] for one in fresh)
+    assert fresh[0] == {
+        "aten.empty.memory_format": 1,
+        "aten.unsafe_split_with_sizes.default": 6,
+        "aten.view.dtype": 3,
+        "aten.view.default": 1,
+    }
+    assert [dict(one) for one in fixed] == [{}] * 8
