@@ -33,6 +33,7 @@ import torch
 
 from batching.params import DEFAULT_SEED, SAMPLING
 from staging import Field, Layout, StagingPool, Upload
+from staging.layout import DTYPES
 from staging.stats import PoolStats
 
 log = logging.getLogger("batching")
@@ -82,7 +83,6 @@ _FIELDS = {
     )
 }
 """Every column, by the name of SGLang's variable."""
-_CODES = {torch.float32: "f", torch.int32: "i", torch.int64: "q", torch.uint64: "Q"}
 _METRICS_EVERY_S = 1.0
 
 
@@ -591,4 +591,4 @@ def _or_own(given: torch.Tensor | None, own: Callable[[], torch.Tensor]) -> torc
 def _layout(names: tuple[str, ...]) -> tuple[Layout, Callable[..., bytes]]:
     """The layout of these columns, and what makes its records from one value of each."""
     layout = Layout([_FIELDS[name] for name in names], "SGLang's " + ", ".join(names))
-    return layout, struct.Struct("<" + "".join(_CODES[field.dtype] for field in layout.fields)).pack
+    return layout, struct.Struct("<" + "".join(DTYPES[field.dtype][1] for field in layout.fields)).pack

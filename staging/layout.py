@@ -194,8 +194,6 @@ class Plan:
     row_runs: tuple[tuple[int, int, int], ...]
     """(from, to, bytes) of each run of adjacent per-row fields, to give these an allocation of their own; empty where
     the others are no more than `KEPT_ALONG`, or there are none."""
-    row_total: int
-    """Bytes of that allocation."""
     cut: Cut
     """Of the copy's destination, into all fields."""
     other_cut: Cut
@@ -349,6 +347,11 @@ class Layout:
 
         Raises `FieldError` when the bytes are not a whole number of records, one for each item.
         """
+        joined = self._joined(records)
+        return np.frombuffer(joined, dtype=self.record_dtype) if joined else np.zeros(0, self.record_dtype)
+
+    def _joined(self, records: Sequence[bytes]) -> bytes:
+        """The same as bytes, for what needs no array of them."""
         size = self.record_dtype.itemsize
         if not set(map(len, records)) <= {size}:
             row = next(row for row, record in enumerate(records) if len(record) != size)
@@ -356,8 +359,7 @@ class Layout:
                 f"layout {self.name!r}: record {row} has {len(records[row])} bytes, its records have {size}; make them "
                 f"with this layout's pack()"
             )
-        joined = b"".join(records)
-        return np.frombuffer(joined, dtype=self.record_dtype) if joined else np.zeros(0, self.record_dtype)
+        return b"".join(records)
 
     def plan(self, lengths: Mapping[str, int]) -> Plan:
         """Every offset for these lengths; looked up when the same lengths were planned before.
@@ -429,7 +431,6 @@ class Layout:
             padding=total - used,
             total=total,
             row_runs=tuple(runs),
-            row_total=row_total,
             cut=cut,
             other_cut=Cut.of([piece for piece in pieces if piece[0] not in row_offsets], total, cut.dtype),
             row_cut=Cut.of(row_pieces, row_total, cut.dtype),

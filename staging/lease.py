@@ -217,16 +217,17 @@ class Lease:
 
 
 def _joined(records: Sequence[bytes] | bytes | npt.NDArray[Any], layout: Layout, plan: Plan) -> bytes:
-    """The bytes of all records, if there is one of `layout` for each row."""
+    """The bytes of all records, each of which is one of `layout`; their number is for `write_records` to compare."""
     if isinstance(records, (bytes, bytearray, memoryview)):  # bytes: of a class of the caller's
         return bytes(records)
-    table = records if isinstance(records, np.ndarray) else layout.join(records)
-    if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:
-        raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {table.dtype})")
+    if not isinstance(records, np.ndarray):
+        return layout._joined(records)
+    if records.dtype is not layout.record_dtype and records.dtype != layout.record_dtype:
+        raise FieldError(f"layout {layout.name!r}: not an array of its records (its dtype is {records.dtype})")
     rows = plan.lengths.get(ROWS, 0)
-    if table.shape != (rows,):
-        raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got records of shape {table.shape}")
-    return table.tobytes()
+    if records.shape != (rows,):
+        raise FieldError(f"layout {layout.name!r}: {rows} rows were leased, got records of shape {records.shape}")
+    return records.tobytes()
 
 
 def _bytes_of(layout: Layout, plan: Plan) -> int:

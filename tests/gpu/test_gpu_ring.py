@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from staging import CaptureError, Field, Layout, PoolExhausted, StagingPool
+from staging import CaptureError, Destination, Field, Layout, PoolExhausted, StagingPool
 
 STAMPED = Layout(
     [Field("stamp", torch.int64), Field("half", torch.float32), Field("tokens", torch.int32, "tokens")], "stamped"
@@ -134,6 +135,30 @@ def test_an_upload_is_refused_on_a_capturing_stream_and_the_capture_survives():
         assert target.tolist() == [5.0] * 8
 
 
+def wrong_in_replays(
+    pool: StagingPool,
+    out: Destination | torch.Tensor,
+    fixed: Mapping[str, torch.Tensor],
+    steps: int,
+    same: Callable[[torch.Tensor], bool],
+) -> int:
+    """Elements that a graph captured from `fixed` reads wrongly, replayed behind each of so many uploads to `out`."""
+    seen = torch.zeros(8, dtype=torch.int64, device=pool.device)
+    torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)  # its kernel is loaded now
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)
+    wrong = torch.zeros((), dtype=torch.int64, device=pool.device)
+    for stamp in range(steps):
+        with pool.lease(STAMPED, rows=8, tokens=16) as lease:
+            lease["stamp"], lease["half"], lease["tokens"] = stamp, 0, 2 * stamp
+            assert same(lease.upload(out=out)["stamp"])
+        graph.replay()
+        wrong += (seen != 3 * stamp).sum()
+    return int(wrong)
+
+
 def test_a_graph_reads_what_was_uploaded_to_its_fixed_destination():
     """Thousands of replays, each behind an upload to the same address, each with that upload's values."""
     with StagingPool("cuda") as pool:
@@ -142,21 +167,8 @@ def test_a_graph_reads_what_was_uploaded_to_its_fixed_destination():
             for name in ("stamp", "half", "tokens"):
                 lease[name] = 0
             fixed = lease.upload(out=destination)
-        seen = torch.zeros(8, dtype=torch.int64, device="cuda")
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for stamp in range(3000):
-            with pool.lease(STAMPED, rows=8, tokens=16) as lease:
-                lease["stamp"] = stamp
-                lease["half"] = 0
-                lease["tokens"] = 2 * stamp
-                assert lease.upload(out=destination)["stamp"].data_ptr() == fixed["stamp"].data_ptr()
-            graph.replay()
-            wrong += (seen != 3 * stamp).sum()
-        assert int(wrong) == 0
+        address = fixed["stamp"].data_ptr()
+        assert wrong_in_replays(pool, destination, fixed, 3000, lambda stamp: stamp.data_ptr() == address) == 0
 
 
 def test_a_graph_may_be_captured_before_the_first_upload():
@@ -164,20 +176,7 @@ def test_a_graph_may_be_captured_before_the_first_upload():
     with StagingPool("cuda") as pool:
         destination = pool.destination(STAMPED, rows=8, tokens=16)
         fixed = destination.tensors(STAMPED, rows=8, tokens=16)
-        seen = torch.zeros(8, dtype=torch.int64, device="cuda")
-        torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)  # its kernel is loaded now
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.add(fixed["stamp"], fixed["tokens"][:8], out=seen)
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for stamp in range(1000):
-            with pool.lease(STAMPED, rows=8, tokens=16) as lease:
-                lease["stamp"], lease["half"], lease["tokens"] = stamp, 0, 2 * stamp
-                assert lease.upload(destination)["stamp"] is fixed["stamp"]
-            graph.replay()
-            wrong += (seen != 3 * stamp).sum()
-        assert int(wrong) == 0
+        assert wrong_in_replays(pool, destination, fixed, 1000, lambda stamp: stamp is fixed["stamp"]) == 0
 
 
 def test_an_error_of_a_copy_is_raised_once_and_not_by_torch_afterwards():
