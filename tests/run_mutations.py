@@ -445,6 +445,41 @@ mutation(
     "staging/test_lifetime.py::test_an_interrupt_when_the_event_was_seen_done_keeps_nothing",
 )
 mutation(
+    "closing says nothing of an upload that goes on",
+    POOL,
+    " or s in _lifetime.held]",
+    "]",
+    "staging/test_lifetime.py::test_closing_beside_an_upload_that_is_going_on",
+)
+mutation(
+    "a forgotten slot whose event cannot be asked is freed",
+    "staging/_lifetime.py",
+    "except Exception:\n            flying = []",
+    "except Exception:\n            pass",
+    "staging/test_lifetime.py::test_a_forgotten_pool_whose_event_cannot_be_asked",
+)
+mutation(
+    "a list that was cut off counts as written",
+    LEASE,
+    "                    self._written &= ~column.bit\n",
+    "",
+    f"{LEASES}::test_a_list_that_was_cut_off_counts_as_unwritten",
+)
+mutation(
+    "a copy on the device that the runtime refused counts as queued",
+    "staging/_cuda.py",
+    "_DEVICE_TO_DEVICE, stream)\n            if error:",
+    "_DEVICE_TO_DEVICE, stream)\n            if False:",
+    "staging/test_cuda_calls.py::test_an_error_of_the_runtime_is_raised_and_taken_from_torch",
+)
+mutation(
+    "a destination forgets which streams come behind its zeros",
+    "staging/_fixed.py",
+    "            self._streams.add(stream)\n",
+    "",
+    "staging/test_destination.py::test_another_stream_comes_behind_the_zeros",
+)
+mutation(
     "a slot is held for ever",
     RING,
     "_lifetime.held.discard(slot)",
@@ -796,7 +831,7 @@ mutation(
 mutation(
     "records of another dtype are taken",
     LEASE,
-    "if table.dtype is not layout.record_dtype and table.dtype != layout.record_dtype:",
+    "if records.dtype is not layout.record_dtype and records.dtype != layout.record_dtype:",
     "if False:",
     f"{LAYOUTS}::test_records_that_do_not_fit_the_layout_are_refused",
 )

@@ -551,6 +551,20 @@ def test_waiting_marks_each_fresh_allocation_and_asks_for_no_event_twice(
     assert (device.calls["wait"], device.calls["record_stream"]) == (2, 4)
 
 
+def test_a_list_that_was_cut_off_counts_as_unwritten(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first values are in the slot when the last one does not fit; an interrupt comes before all is checked."""
+    with make_pool("cpu", slots=1).lease(COLUMN, rows=2) as lease:
+        lease["column"] = [1, 2]
+        monkeypatch.setattr("staging.lease.readable", lambda values: iter(()).__next__())
+        with pytest.raises(StopIteration):
+            lease["column"] = [3, 1 << 40]
+        monkeypatch.undo()
+        with pytest.raises(LeaseError, match="'column' never written"):
+            lease.upload()
+        lease["column"] = [5, 6]
+        assert lease.upload()["column"].tolist() == [5, 6]
+
+
 # What an upload returns.
 
 

@@ -75,7 +75,9 @@ def device() -> Iterator[Watched]:
 
 
 @pytest.mark.parametrize("where", ["another thread", "a signal handler"])
-def test_closing_beside_an_upload_that_is_going_on(device: Watched, where: str) -> None:
+def test_closing_beside_an_upload_that_is_going_on(
+    device: Watched, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
     """By the thread that took the lease, between the copy and the moment when the ring knows of it."""
     pool = StagingPool(device, slots=1, max_slots=1)
     lease = pool.lease(COLUMN, rows=3)
@@ -95,6 +97,7 @@ def test_closing_beside_an_upload_that_is_going_on(device: Watched, where: str) 
         del thread
     device.behind_the_copy = lambda: None
     del pool, lease
+    assert f"leaked {256 * 1024} bytes rather than free them under a copy" in caplog.text
     assert len(device.read_by_copies()) == 1
     assert None not in device.read_by_copies()
 
@@ -124,6 +127,22 @@ def test_an_interrupt_while_a_forgotten_pool_is_looked_at(device: Watched) -> No
         device.finish_all()
         send(other)
     assert [ref() for ref in device.buffers.values()] == [None]
+
+
+def test_a_forgotten_pool_whose_event_cannot_be_asked(device: Watched) -> None:
+    """Nobody will ever know that its copy is done, so its memory stays; and nobody asks again."""
+    pool = StagingPool(device, slots=1)
+    send(pool)
+    del pool
+    gc.collect()
+    device.fail("done")
+    with StagingPool("cpu", slots=1) as other:
+        send(other)
+        device.finish_all()
+        send(other)
+    gc.collect()
+    assert [ref() is None for ref in device.buffers.values()] == [False]
+    assert all(one is not device for one, _ in _lifetime.orphans)
 
 
 def test_an_upload_that_was_cut_off_twice_and_its_pool_forgotten(
