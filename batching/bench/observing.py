@@ -119,13 +119,13 @@ def parts(
                 batch = batches[number % len(batches)]
                 marks = [clock()]
                 marks.append(clock())
-                table = records(batch.requests)
+                joined = records(batch.requests)
                 marks.append(clock())
                 lease = pool.lease(COLUMNS, rows=rows)
                 marks.append(clock())
                 with lease:
                     marks.append(clock())
-                    lease.write_records(table)
+                    lease.write_records(joined)
                     marks.append(clock())
                     lease.upload(out)
                     marks.append(clock())

@@ -167,14 +167,14 @@ class Ours:
     def by_records(self, batch: Batch) -> Tensors:
         return self.send(batch, {}, records(batch.requests))
 
-    def send(self, batch: Batch, sampling: Mapping[str, list[float] | list[int]], table: bytes | None) -> Tensors:
+    def send(self, batch: Batch, sampling: Mapping[str, list[float] | list[int]], joined: bytes | None) -> Tensors:
         requests = batch.requests
         ids = [request.input_ids for request in requests]
         with self.pool.lease(PREFILL, rows=len(requests), tokens=sum(map(len, ids))) as lease:
             for name, values in sampling.items():
                 lease[name] = values
-            if table is not None:
-                lease.write_records(table, COLUMNS)
+            if joined is not None:
+                lease.write_records(joined, COLUMNS)
             for name, integers in zip(_LENGTH_NAMES, lengths(requests), strict=True):
                 lease[name] = integers
             lease["input_ids"] = np.concatenate(ids)  # a lease is written a whole field at a time
