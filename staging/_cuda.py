@@ -49,6 +49,7 @@ class CudaDevice:
             "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
         )
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._lasting = {_LEGACY_DEFAULT}
         self._alone = torch.cuda.device_count() == 1
         self._templates: dict[torch.dtype, torch.Tensor] = {}
         self._runtime = _runtime()
@@ -90,6 +91,16 @@ class CudaDevice:
             return stream == current
         # Every device has a default stream, and all of these have the same handle.
         return stream.cuda_stream == current and stream.device_index == self._index
+
+    def lasting(self, stream: int) -> bool:
+        if stream in self._lasting:
+            return True
+        # torch's own streams are never destroyed; that of somebody else's has its handle for a number.
+        now = torch.cuda.current_stream(self._index)
+        if now.cuda_stream == stream and (stream == _LEGACY_DEFAULT or now.stream_id != stream):
+            self._lasting.add(stream)
+            return True
+        return False
 
     def capturing(self, stream: int) -> bool:
         if stream == _LEGACY_DEFAULT:

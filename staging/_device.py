@@ -50,6 +50,9 @@ class Device(Protocol):
     def same_stream(self, stream: Any, current: Any) -> bool:
         """Whether `stream`, a stream of the caller's, is `current`, something that `current_stream` returned."""
 
+    def lasting(self, stream: Any) -> bool:
+        """Whether `stream`, that was current once, is never destroyed and named to another; False where in doubt."""
+
     def capturing(self, stream: Any) -> bool:
         """Whether a graph is being captured on `stream`, which is the current one."""
 
@@ -145,6 +148,9 @@ class CpuDevice:
 
     def same_stream(self, stream: Any, current: Any) -> bool:
         return bool(stream == current)
+
+    def lasting(self, stream: Any) -> bool:
+        return True
 
     def capturing(self, stream: Any) -> bool:
         return False

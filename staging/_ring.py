@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _FREE, _FILLING, _IN_FLIGHT, _QUARANTINED = State  # looked up often: a name is several times as fast as a member
 _PATIENCE_S = 0.25
+_CONFIDENCE = 16
 
 
 class Ring:
@@ -62,6 +63,10 @@ class Ring:
         self.notes: deque[str] = deque()
         """What is to be logged once the lock is released."""
         self._numbers = itertools.count()
+        self._reach = 1
+        """How many slots one question is about, see `_ask`."""
+        self._yes = 0
+        """Questions of that reach whose answer was yes, one behind the other."""
 
     def add(self, buffer: HostBuffer | None = None, capacity: int = 0) -> Slot:
         """One more slot, free. Without a buffer it has to be reserved, and given one before anybody fills it."""
@@ -82,16 +87,21 @@ class Ring:
             raise self.refused()
         left = self._ahead_of(ticket) if self.waiting else 0  # slots to leave for those who wait longer
         small: Slot | None = None
+        asked: Slot | None = None
         for slot in self.slots:  # oldest upload first; one stuck event does not hold up the others
-            state = slot.state
-            if state is _FREE or (state is _IN_FLIGHT and self._settle(slot)):
+            if slot.state is _IN_FLIGHT:
+                if asked is None:
+                    asked = self._ask(slot)
+                if slot is not asked and slot.state is _IN_FLIGHT:
+                    self._settle(slot)
+            if slot.state is _FREE:
                 if left:
                     left -= 1
                 elif slot.capacity >= need:
                     return self._reserve(slot, lease)
                 else:
                     small = small or slot
-            elif state is _IN_FLIGHT and ticket is None:  # polls while waiting are not counted again
+            elif slot.state is _IN_FLIGHT and ticket is None:  # polls while waiting are not counted again
                 self.counters.met_in_flight += 1
         if small is not None:
             return self._reserve(small, lease)
@@ -170,6 +180,7 @@ class Ring:
         if slot.generation != lease._generation:
             lease._check_open("upload")
         lease._claim = token
+        slot.behind = self.counters.uploads
         slot.generation += 1
 
     def uploaded(self, slot: Slot, plan: Plan) -> None:
@@ -312,6 +323,43 @@ class Ring:
             slot.site = _call_site()
         return slot
 
+    def _ask(self, oldest: Slot) -> Slot:
+        """Ask one event: that of `oldest`, or of a later upload, which answers for those before it on its stream.
+
+        Returns the slot that was asked. Asking takes the host up to 2 us, a third of a lease, so one question should
+        free as many slots as the steps in flight leave: one more is tried after `_CONFIDENCE` times a yes, one less
+        after a no.
+        """
+        slots, reach = self.slots, self._reach
+        if reach > 1:
+            at = slots.index(oldest)
+            before = slots[at : at + reach]
+            last = before.pop()
+            if last.state is _IN_FLIGHT and _proves(last, oldest) and self._device.lasting(last.stream):
+                if not self._settle(last):
+                    self._reach, self._yes = reach - 1, 0
+                    return last
+                for slot in before:
+                    if slot.state is _IN_FLIGHT and _proves(last, slot):
+                        self._done(slot)
+                self._count_yes()
+                return last
+        if self._settle(oldest):
+            self._count_yes()
+        return oldest
+
+    def _count_yes(self) -> None:
+        self._yes += 1
+        if self._yes >= _CONFIDENCE and self._reach < len(self.slots):
+            self._reach, self._yes = self._reach + 1, 0
+
+    def _done(self, slot: Slot) -> None:
+        """in flight -> free: its event has passed."""
+        _lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
+        self._enter(slot, _FREE)
+        if self.watch is not None:
+            self.watch.done(slot)
+
     def _settle(self, slot: Slot) -> bool:
         """Look once at a slot that is not leased: whether it is free now.
 
@@ -384,6 +432,15 @@ class Ring:
     def _enter(self, slot: Slot, state: State) -> None:
         slot.state = state
         slot.since = self._device.now()
+
+
+def _proves(later: Slot, slot: Slot) -> bool:
+    """Whether the event of `later`, once it has passed, says that the event of `slot` has: a stream is in order.
+
+    Its upload must have begun after the other event was recorded, which the order of the ring does not say of two
+    threads. And the handle of their stream must not have named another one before, see `Device.lasting`.
+    """
+    return slot.stream == later.stream and slot.upload <= later.behind and slot.healed_at < later.behind
 
 
 def _call_site() -> str:

@@ -39,6 +39,7 @@ class Slot:
     __slots__ = (
         "__weakref__",
         "_scratch",
+        "behind",
         "buffer",
         "capacity",
         "event",
@@ -73,6 +74,8 @@ class Slot:
         """Thread that took the open lease."""
         self.upload = 0
         """Number of the last upload from here, counted from 1 over the pool; 0 before the first."""
+        self.behind = -1
+        """Uploads the pool had made when the last one from here began: its event stands behind theirs of its stream."""
         self.healed_at = -1
         """Uploads the pool had made when this slot was healed last: its event stands behind these."""
         self.ticket: Ticket | None = None

@@ -74,6 +74,8 @@ class SimulatedDevice:
     def __init__(self, *, on_sleep: Callable[[SimulatedDevice], None] | None = None) -> None:
         self.stream = 0
         self.capturing_now = False
+        self.foreign: set[int] = set()
+        """Streams that somebody may destroy, and whose number another one may then have."""
         self.time_ns = 0
         self.on_sleep = on_sleep
         self.copies: list[SimulatedCopy] = []
@@ -132,6 +134,9 @@ class SimulatedDevice:
 
     def same_stream(self, stream: int, current: int) -> bool:
         return stream == current
+
+    def lasting(self, stream: int) -> bool:
+        return stream not in self.foreign
 
     def capturing(self, stream: int) -> bool:
         return self.capturing_now

@@ -96,6 +96,9 @@ class ObservedDevice:
             self.asking.met_in_flight += 1
         return answer
 
+    def lasting(self, stream: Any) -> bool:
+        return False  # or a slot might be free without its event being asked, and its end not seen here
+
     def wait(self, stream: Any, event: Any) -> None:
         self._inner.wait(stream, event.inner if isinstance(event, ObservedEvent) else event)
 

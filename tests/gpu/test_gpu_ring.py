@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staging import CaptureError, Destination, Field, Layout, PoolExhausted, StagingPool
+from staging import CaptureError, Destination, Field, Layout, PoolExhausted, StagingPool, _ring
 
 STAMPED = Layout(
     [Field("stamp", torch.int64), Field("half", torch.float32), Field("tokens", torch.int32, "tokens")], "stamped"
@@ -62,6 +63,98 @@ def test_a_slot_in_flight_is_not_handed_out(held_stream):
                 send(pool, 2)
         results.append(send(pool, 2))
         assert distances(results) == [0, 0, 0]
+
+
+def test_one_question_frees_what_is_over_on_its_stream():
+    """Four copies have run: the event of the last answers for all of them."""
+    with StagingPool("cuda", slots=4, max_slots=4, timeout=0) as pool:
+        results = [send(pool, stamp) for stamp in range(4)]
+        torch.cuda.synchronize()
+        asked = counting_questions(pool)
+        pool._ring._reach = 4
+        results += [send(pool, stamp) for stamp in range(4, 8)]
+        assert len(asked) == 1
+        assert distances(results) == [0] * 8
+
+
+def one_held_of_three(pool: StagingPool, held_stream) -> list[torch.Tensor]:
+    """Three slots: one in flight behind a latch, then two on another stream whose copies are over; three more leases."""
+    other = torch.cuda.Stream()
+    pool.warm()
+    torch.cuda.synchronize()
+    with held_stream():
+        results = [send(pool, 0)]
+        with torch.cuda.stream(other):
+            results += [send(pool, 1), send(pool, 2)]
+            other.synchronize()
+            pool._ring._reach = 3
+            results += [send(pool, 3), send(pool, 4)]
+            other.synchronize()
+            results.append(send(pool, 5))
+    return results
+
+
+def test_the_events_of_one_stream_say_nothing_of_another(held_stream):
+    """The slot behind the latch is not handed out, however far the questions about the other stream reach."""
+    with StagingPool("cuda", slots=3, max_slots=3, timeout=0) as pool:
+        assert distances(one_held_of_three(pool, held_stream)) == [0] * 6
+        assert pool.stats().met_in_flight > 0
+
+
+def test_if_they_did_the_same_run_would_get_future_data(held_stream, monkeypatch):
+    """The look at the streams taken out: the slot behind the latch is rewritten."""
+    monkeypatch.setattr(_ring, "_proves", lambda later, slot: True)
+    with StagingPool("cuda", slots=3, max_slots=3, timeout=0) as pool:
+        assert distances(one_held_of_three(pool, held_stream))[0] > 0
+
+
+def test_a_later_copy_that_waits_says_nothing_and_the_oldest_is_free(held_stream):
+    """The first copy has run, the one behind the latch has not: the lease gets the first slot."""
+    with StagingPool("cuda", slots=2, max_slots=2, timeout=0) as pool:
+        results = [send(pool, 0)]
+        torch.cuda.synchronize()
+        with held_stream():
+            results.append(send(pool, 1))
+            pool._ring._reach = 2
+            asked = counting_questions(pool)
+            results.append(send(pool, 2))
+            assert len(asked) == 2
+            with pytest.raises(PoolExhausted, match="2 in flight"):
+                send(pool, 3)
+        assert distances(results) == [0, 0, 0]
+
+
+def test_only_streams_of_torchs_own_are_known_to_last():
+    """Another stream may get the handle of one that somebody destroyed."""
+    with StagingPool("cuda") as pool:
+        device, own = pool._device, torch.cuda.Stream()
+        foreign = torch.cuda.ExternalStream(made_by_the_runtime(pool))
+        assert device.lasting(torch.cuda.default_stream().cuda_stream)
+        assert not device.lasting(own.cuda_stream)  # never seen as the current one
+        for stream, lasts in ((own, True), (foreign, False)):
+            with torch.cuda.stream(stream):
+                assert device.lasting(device.current_stream()) is lasts
+        assert device.lasting(own.cuda_stream)
+
+
+def counting_questions(pool: StagingPool) -> list[object]:
+    """Everything that is asked from now on."""
+    asked: list[object] = []
+    done = pool._device.done
+
+    def count(event: object) -> bool:
+        asked.append(event)
+        return done(event)
+
+    pool._device.done = count
+    return asked
+
+
+def made_by_the_runtime(pool: StagingPool) -> int:
+    """The handle of a stream that torch did not make."""
+    handle = ctypes.c_void_p()
+    assert pool._device._runtime.cudaStreamCreate(ctypes.byref(handle)) == 0
+    return handle.value
 
 
 @pytest.mark.usefixtures("unguarded")

@@ -56,6 +56,7 @@ def seam(runtime: Runtime | None, current: int = 0, *, alone: bool = False) -> C
     device._alone = alone
     device._current_device = lambda: current
     device._streams = {5: "stream 5"}  # type: ignore[dict-item]
+    device._lasting = {0}
     device._runtime = runtime  # type: ignore[assignment]
     if runtime is not None:
         device._memcpy, device._record = runtime.cudaMemcpyAsync, runtime.cudaEventRecord
@@ -138,3 +139,25 @@ def test_a_runtime_that_torch_has_not_loaded_is_not_looked_for_elsewhere(
     assert _runtime() is None
     names = {None: "None", "11.8": "11.0", "12.6": "12", "99.1": "99"}
     assert asked == [(f"libcudart.so.{names[version]}", os.RTLD_NOW | os.RTLD_NOLOAD)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "current", "lasting"),
+    [
+        (0, (7, 7), True),  # the default stream, whatever is current
+        (7, (7, 35), True),  # one of torch's pool: it has a number of torch's
+        (7, (7, 7), False),  # somebody else's: torch takes its handle for the number
+        (7, (8, 35), False),  # not the current one, so nobody can say
+        (2, (2, 2), False),  # the name of as many streams as there are threads
+    ],
+)
+def test_only_streams_of_torchs_own_last(
+    monkeypatch: pytest.MonkeyPatch, stream: int, current: tuple[int, int], lasting: bool
+) -> None:
+    """A stream that somebody destroys may leave its handle to another one."""
+    now = SimpleNamespace(cuda_stream=current[0], stream_id=current[1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: now)
+    device = seam(None)
+    assert device.lasting(stream) is lasting
+    now.cuda_stream, now.stream_id = 99, 99
+    assert device.lasting(stream) is lasting  # a stream that lasts is remembered

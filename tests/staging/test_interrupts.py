@@ -101,6 +101,17 @@ def steady(pool: StagingPool, sent: list[tuple[Upload, int]]) -> None:
         one_batch(pool, 2, sent, value)
 
 
+def at_once(pool: StagingPool, sent: list[tuple[Upload, int]]) -> None:
+    """Two slots are in flight, and one question frees both of them."""
+    with pool.lease(MIXED, rows=2, tokens=2):
+        one_batch(pool, 2, sent, 1)
+    one_batch(pool, 2, sent, 2)
+    pool._device.finish_all()  # type: ignore[attr-defined]
+    pool._ring._reach = 2
+    for value in (3, 4):
+        one_batch(pool, 2, sent, value)
+
+
 def growing(pool: StagingPool, sent: list[tuple[Upload, int]]) -> None:
     """A slot is enlarged, another one made."""
     one_batch(pool, 100, sent, 4)
@@ -201,7 +212,7 @@ def whole(pool: StagingPool) -> PoolStats:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python's own table of exception handlers")
 @pytest.mark.parametrize(
     ("run", "debug"),
-    [*((run, False) for run in (steady, growing, waiting, ending, failing)), (failing, True)],
+    [*((run, False) for run in (steady, at_once, growing, waiting, ending, failing)), (failing, True)],
 )
 def test_an_interrupt_anywhere_loses_no_slot(
     run: Callable[[StagingPool, list[tuple[Upload, int]]], None], debug: bool

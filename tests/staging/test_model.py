@@ -470,6 +470,12 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each yes makes the next question about one slot more: the walks are short."""
+    monkeypatch.setattr("staging._ring._CONFIDENCE", 1)
+
+
+@pytest.fixture(autouse=True)
 def few_kept_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches of this model are small: some of them get two device allocations all the same."""
     monkeypatch.setattr("staging.layout.KEPT_ALONG", 100)
