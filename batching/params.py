@@ -36,7 +36,7 @@ SAMPLING = Layout(
 Table = npt.NDArray[Any]
 """A structured array of `SAMPLING.record_dtype`, one record for each request."""
 
-FEW = 96
+FEW = 64
 """Up to so many requests it is faster to ask each what it needs than to look through the table."""
 
 

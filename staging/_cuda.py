@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,17 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._index = index
         # torch's own fast calls, each a microsecond cheaper than the public one that stands in where it is gone.
-        self._raw_stream: Callable[[int], int] = _fast("_cuda_getCurrentRawStream", _raw_stream)
+        self.current_stream: Callable[[], int] = partial(_fast("_cuda_getCurrentRawStream", _raw_stream), index)
         self._current_device: Callable[[], int] = _fast("_cuda_getDevice", torch.cuda.current_device)
         self._is_capturing: Callable[[], bool] = _fast(
             "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
         )
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lasting = {_LEGACY_DEFAULT}
-        self._alone = torch.cuda.device_count() == 1
         self._templates: dict[torch.dtype, torch.Tensor] = {}
         self._runtime = _runtime()
+        self._alone = self._runtime is not None and torch.cuda.device_count() == 1
+        """Whether the runtime may always be asked."""
         self._memcpy: Callable[[int, int, int, int, int], int] = _unknown
         self._record: Callable[[int, int], int] = _unknown
         if self._runtime is not None:
@@ -83,9 +85,6 @@ class CudaDevice:
             template = self._templates[dtype] = torch.empty(0, dtype=dtype, device=self.torch_device)
         return template.new_empty(elements)  # a tenth cheaper than to name dtype and device
 
-    def current_stream(self) -> int:
-        return self._raw_stream(self._index)
-
     def same_stream(self, stream: torch.cuda.Stream | int, current: int) -> bool:
         if isinstance(stream, int):
             return stream == current
@@ -111,7 +110,7 @@ class CudaDevice:
             return self._is_capturing()
 
     def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-        if not self._is_direct(stream):
+        if not (self._alone or self._is_direct(stream)):
             # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
             landing.copy_(source, non_blocking=True)
             return
@@ -122,7 +121,7 @@ class CudaDevice:
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        if not self._is_direct(stream):
+        if not (self._alone or self._is_direct(stream)):
             copy_runs(rows, landing, runs)
             return
         start, to = landing.data_ptr(), rows.data_ptr()
@@ -136,7 +135,7 @@ class CudaDevice:
 
     def record(self, event: torch.cuda.Event, stream: int) -> None:
         handle = event.cuda_event
-        if not handle or not self._is_direct(stream):  # torch makes an event when it first records it
+        if not handle or not (self._alone or self._is_direct(stream)):  # torch makes an event when it first records it
             event.record(self._streams.get(stream) or self._stream(stream))
             return
         error = self._record(handle, stream)
@@ -166,14 +165,12 @@ class CudaDevice:
         time.sleep(seconds)
 
     def _is_direct(self, stream: int) -> bool:
-        """Whether the runtime may be asked, on this stream.
+        """Whether the runtime may be asked on this stream, where there are several devices.
 
-        Where there are several devices, ours has to be current, or the call might open a context on another one; and
+        Ours has to be current, or the call might open a context on another one; and
         the handles of default streams are those of whichever device is current for the runtime, which torch sets late.
         """
-        return self._runtime is not None and (
-            self._alone or (stream > _LAST_DEFAULT and self._current_device() == self._index)
-        )
+        return self._runtime is not None and stream > _LAST_DEFAULT and self._current_device() == self._index
 
     def _failed(self, call: str, error: int) -> RuntimeError:
         assert self._runtime is not None, "it has just been called"
@@ -183,7 +180,7 @@ class CudaDevice:
     def _stream(self, stream: torch.cuda.Stream | int | None) -> torch.cuda.Stream:
         """A torch stream for a raw handle, made once for each: making one costs more than recording an event."""
         if stream is None:
-            stream = self._raw_stream(self._index)
+            stream = self.current_stream()
         if not isinstance(stream, int):
             return stream
         known = self._streams.get(stream)

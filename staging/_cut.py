@@ -57,11 +57,15 @@ class Cut:
             ),
         )
 
-    def tensors(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields by name, all in the memory of `whole` (one-dimensional, of this dtype and size)."""
+    def tensors(self, whole: torch.Tensor, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The fields by name, all in the memory of `whole` (one-dimensional, of this dtype and size).
+
+        They are put into `tensors`, or into a dictionary of their own.
+        """
+        if tensors is None:
+            tensors = {}
         # "Unsafe" for autograd alone, which sees independent tensors; nothing here has gradients. A fifth cheaper.
         pieces = whole.unsafe_split_with_sizes(self.sizes)
-        tensors: dict[str, torch.Tensor] = {}
         for name, number, dtype, shape in self.views:
             piece = pieces[number] if dtype is None else pieces[number].view(dtype)
             tensors[name] = piece if shape is None else piece.view(*shape)  # passing a tuple costs half as much again

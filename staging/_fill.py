@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
 
 PLAIN: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (float, int)}
 """Python types whose values a dtype of this kind takes without losing one unnoticed, the usual one first."""
+
+
+def small_integers(values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.int32] | None:
+    """`values` as int32, where all are plain Python integers that it holds; else None, as for booleans and for none.
+
+    marshal, in its version 2, writes a list as five bytes and each such integer as five: a code of its own, and the
+    number. So one pass in C finds out and packs, in half the time that types and numbers take one after the other.
+    Code of the caller's may run: that of a value that is a buffer written in Python.
+    """
+    try:
+        data = marshal.dumps(values, 2)
+    except ValueError:  # there is something that has no place in it
+        return None
+    count = len(data) // 5 - 1
+    if not count or len(data) % 5 or data[5::5] != b"i" * count:
+        return None
+    numbers: npt.NDArray[np.int32] = np.ndarray(count, "<i4", data, 6, (5,))
+    return numbers
 
 
 def write_column(column: npt.NDArray[Any], values: object, field: Field) -> None:

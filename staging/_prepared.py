@@ -22,6 +22,9 @@ from staging.layout import DTYPES, ROWS, Layout, Place, Plan
 MOST = 256
 """Entries that a slot keeps: lengths that never repeat make it start over, rather than grow for ever."""
 
+MANY = 128
+"""Integers from which on a list of them is written faster by `small_integers`."""
+
 Array = npt.NDArray[Any]
 
 
@@ -87,7 +90,7 @@ class Prepared:
 class Column:
     """One field of a slot: an array, and a function that packs plain Python numbers into its bytes."""
 
-    __slots__ = ("array", "bit", "length", "offset", "pack", "usual")
+    __slots__ = ("array", "bit", "length", "offset", "pack", "small", "usual")
 
     def __init__(self, place: Place, memory: npt.NDArray[np.uint8]) -> None:
         self.array: Array = np.ndarray(place.shape, place.numpy_dtype, memory, place.offset)
@@ -95,6 +98,8 @@ class Column:
         self.length = self.array.size if len(self.array) == self.array.size else -1
         """How many numbers a flat list of all values has; -1 where an entry is more than one."""
         self.offset = place.offset
+        self.small = self.length >= MANY and place.field.dtype in (torch.int32, torch.int64)
+        """Whether a list of it is looked at for integers of 32 bits first; not once it had another."""
         self.usual = PLAIN[place.numpy_dtype.kind][0]
         """The type that `pack` is for. It would take a boolean for an integer, or ask an object for its value."""
         # "=" and not "@", which lets a float32 overflow.

@@ -342,6 +342,8 @@ class Ring:
                 for slot in before:
                     if slot.state is _IN_FLIGHT and _proves(last, slot):
                         self._done(slot)
+                        if self.watch is not None:
+                            self.watch.done(slot)
                 self._count_yes()
                 return last
         if self._settle(oldest):
@@ -357,8 +359,6 @@ class Ring:
         """in flight -> free: its event has passed."""
         _lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
         self._enter(slot, _FREE)
-        if self.watch is not None:
-            self.watch.done(slot)
 
     def _settle(self, slot: Slot) -> bool:
         """Look once at a slot that is not leased: whether it is free now.
@@ -378,9 +378,7 @@ class Ring:
             if slot.state is _IN_FLIGHT:
                 if not device.done(slot.event):
                     return False
-                _lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
-                slot.state = _FREE
-                slot.since = device.now()
+                self._done(slot)
         except Exception as error:
             if slot.state is _IN_FLIGHT:  # the answer is unknown, so the slot's event is
                 self.quarantine(slot, error)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staging._fill import readable, write_column
+from staging._fill import readable, small_integers, write_column
 from staging._prepared import Prepared
 from staging._slots import Slot
 from staging.errors import FieldError, LeaseError
@@ -92,6 +92,15 @@ class Lease:
                 column = prepared.column(self._place(name))
             kind = type(values)
             if kind is list or kind is tuple:
+                if column.small:
+                    numbers = small_integers(values)
+                    if slot.generation != self._generation:  # by code of the caller's that ran in it
+                        self._check_open("write")
+                    column.small = numbers is not None
+                    if numbers is not None and len(numbers) == column.length:
+                        column.array.reshape(-1)[:] = numbers
+                        self._written |= column.bit
+                        return
                 # Nothing but plain numbers of the usual type: counting them runs no code of theirs.
                 if column.length == len(values) == countOf(map(type, values), column.usual):
                     self._written &= ~column.bit

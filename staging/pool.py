@@ -561,16 +561,19 @@ class StagingPool:
             rows: torch.Tensor | None = None
             if isinstance(out, Destination):
                 landing, tensors = out._landing(plan, device, stream)
+                upload = Upload(tensors)
             elif out is not None:
                 landing, tensors = self._destinations.find(out, plan) or self._new_destination(out, plan)
+                upload = Upload(tensors)
             else:
-                landing = device.empty(plan.cut.elements, plan.cut.dtype)
+                landing, upload = device.empty(plan.cut.elements, plan.cut.dtype), Upload()
                 if plan.row_runs:
                     rows = device.empty(plan.row_cut.elements, plan.row_cut.dtype)
-                    found = plan.other_cut.tensors(landing) | plan.row_cut.tensors(rows)
-                    tensors = {name: found[name] for name in plan.by_name}
+                    upload.update(dict.fromkeys(plan.by_name, landing))  # the order of the layout
+                    plan.other_cut.tensors(landing, upload)
+                    plan.row_cut.tensors(rows, upload)
                 else:
-                    tensors = plan.cut.tensors(landing)
+                    plan.cut.tensors(landing, upload)
             if after is not None:
                 device.wait(stream, after)  # nothing of ours is queued yet: an unsuitable event costs nothing
         except Exception as error:
@@ -597,7 +600,6 @@ class StagingPool:
                 ring.upload_failed(lease, token, error)
             self._log_notes()
             raise
-        upload = Upload(tensors)
         upload._lease = lease
         upload._landing = landing if out is None else None
         upload._rows = rows

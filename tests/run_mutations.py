@@ -101,8 +101,8 @@ mutation(
 mutation(
     "an upload does not end its lease",
     RING,
-    "lease._claim = token\n        slot.generation += 1",
-    "lease._claim = token",
+    "slot.behind = self.counters.uploads\n        slot.generation += 1",
+    "slot.behind = self.counters.uploads",
     f"{LEASES}::test_a_lease_can_be_uploaded_only_once",
 )
 mutation(
@@ -437,11 +437,9 @@ mutation(
     "a slot seen done is let go only when all else is done",
     RING,
     """_lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
-                slot.state = _FREE
-                slot.since = device.now()""",
-    """slot.state = _FREE
-                slot.since = device.now()
-                _lifetime.held.discard(slot)""",
+        self._enter(slot, _FREE)""",
+    """self._enter(slot, _FREE)
+        _lifetime.held.discard(slot)""",
     "staging/test_lifetime.py::test_an_interrupt_when_the_event_was_seen_done_keeps_nothing",
 )
 mutation(
@@ -587,17 +585,113 @@ mutation(
     "staging/test_prepared.py::test_records_that_were_cut_off_count_as_unwritten",
 )
 mutation(
+    "an event answers for uploads on other streams",
+    RING,
+    "return slot.stream == later.stream and slot.upload",
+    "return slot.upload",
+    "staging/test_asking.py::test_a_stream_does_not_answer_for_another",
+)
+mutation(
+    "an event answers for what stands between, of other streams too",
+    RING,
+    "if slot.state is _IN_FLIGHT and _proves(last, slot):",
+    "if slot.state is _IN_FLIGHT:",
+    "staging/test_asking.py::test_between_streams_those_of_the_own_are_freed",
+)
+mutation(
+    "an event answers for what was recorded after it",
+    RING,
+    "slot.upload <= later.behind",
+    "True",
+    "staging/test_asking.py::test_the_order_of_the_ring_is_not_that_of_the_stream",
+)
+mutation(
+    "an upload does not note what it is behind",
+    RING,
+    "slot.behind = self.counters.uploads\n        slot",
+    "slot.behind = 1 << 62\n        slot",
+    "staging/test_asking.py::test_the_order_of_the_ring_is_not_that_of_the_stream",
+)
+mutation(
+    "an event answers for a slot that was healed after it",
+    RING,
+    " and slot.healed_at < later.behind",
+    "",
+    "staging/test_asking.py::test_a_healed_slot_is_asked_itself",
+)
+mutation(
+    "an event answers for streams that somebody may destroy",
+    RING,
+    " and self._device.lasting(last.stream):",
+    ":",
+    "staging/test_asking.py::test_a_stream_that_somebody_may_destroy_is_asked_slot_by_slot",
+)
+mutation(
+    "every stream is said to last",
+    "staging/_cuda.py",
+    "(stream == _LEGACY_DEFAULT or now.stream_id != stream)",
+    "True",
+    "staging/test_cuda_calls.py::test_only_streams_of_torchs_own_last",
+)
+mutation(
+    "a stream that is not current is said to last",
+    "staging/_cuda.py",
+    "if now.cuda_stream == stream and",
+    "if",
+    "staging/test_cuda_calls.py::test_only_streams_of_torchs_own_last",
+)
+mutation(
+    "a slot that another's event frees is not looked at in debug mode",
+    RING,
+    """                        if self.watch is not None:
+                            self.watch.done(slot)
+""",
+    "",
+    "staging/test_asking.py::test_a_write_into_a_slot_that_is_freed_by_anothers_event_is_found",
+)
+mutation(
+    "a no frees the slots before it",
+    RING,
+    """                    self._reach, self._yes = reach - 1, 0
+                    return last
+""",
+    """                    self._reach, self._yes = reach - 1, 0
+""",
+    "staging/test_asking.py::test_a_no_costs_one_question_and_the_oldest_is_asked_all_the_same",
+)
+mutation(
+    "a question that was answered no reaches as far again",
+    RING,
+    "self._reach, self._yes = reach - 1, 0",
+    "pass",
+    "staging/test_asking.py::test_a_busy_ring_is_asked_for_what_is_over",
+)
+mutation(
+    "the slot that was asked is asked twice",
+    RING,
+    "if slot is not asked and slot.state is _IN_FLIGHT:",
+    "if slot.state is _IN_FLIGHT:",
+    "staging/test_asking.py::test_a_no_costs_one_question_and_the_oldest_is_asked_all_the_same",
+)
+mutation(
+    "the timeline does not see the end of slots that another's event frees",
+    "batching/replay/observe.py",
+    "return False  # or a slot",
+    "return self._inner.lasting(stream)  # or a slot",
+    "replay/test_timeline.py",
+)
+mutation(
     "the runtime is asked whatever device is current",
     "staging/_cuda.py",
-    "self._alone or (stream > _LAST_DEFAULT and self._current_device() == self._index)",
-    "self._alone or stream > _LAST_DEFAULT",
+    "stream > _LAST_DEFAULT and self._current_device() == self._index",
+    "stream > _LAST_DEFAULT",
     "staging/test_cuda_calls.py::test_without_a_runtime_or_with_another_device_current_torch_does_it",
 )
 mutation(
     "an event that torch has not made is recorded by the runtime",
     "staging/_cuda.py",
-    "if not handle or not self._is_direct(stream):",
-    "if not self._is_direct(stream):",
+    "if not handle or not (self._alone or self._is_direct(stream)):",
+    "if not (self._alone or self._is_direct(stream)):",
     "staging/test_cuda_calls.py::test_an_event_is_recorded_by_torch_first_which_makes_it_and_then_by_the_runtime",
 )
 mutation(

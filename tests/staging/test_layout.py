@@ -37,6 +37,14 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (2, 2), (1, 1))
 FORMS = ("list", "tuple", "numbers", "array", "strided array", "swapped array", "wide array", "objects", "tensor")
 
 
+@pytest.fixture(autouse=True, scope="module", params=["few", "many"])
+def both_ways_of_integers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lists of many integers are written in a way of their own; here those of a few are as well, or none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("staging._prepared.MANY", 1 if request.param == "many" else 1 << 30)
+        yield
+
+
 def one(dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Layout:
     return Layout([Field("column", dtype, shape=shape)])
 
