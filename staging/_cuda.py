@@ -19,8 +19,20 @@ _LEGACY_DEFAULT = 0
 """The raw handle of the stream that every device begins with."""
 _LAST_DEFAULT = 2
 """0, 1 and 2 are names of the current device's default streams: the usual one, the legacy and the per-thread one."""
-_HOST_TO_DEVICE, _DEVICE_TO_DEVICE = 1, 3
+_HOST_TO_DEVICE, _DEVICE_TO_DEVICE = ctypes.c_int(1), ctypes.c_int(3)
 """Kinds of copies, of the runtime's `cudaMemcpyKind`."""
+
+
+class Source:
+    """Part of a slot's tensor, its address and size as the runtime takes them: made anew they cost 0.5 us a copy."""
+
+    __slots__ = ("nbytes", "size", "start", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.nbytes
+        self.start = ctypes.c_void_p(tensor.data_ptr())
+        self.size = ctypes.c_size_t(tensor.nbytes)
 
 
 class CudaDevice:
@@ -55,7 +67,7 @@ class CudaDevice:
         self._runtime = _runtime()
         self._alone = self._runtime is not None and torch.cuda.device_count() == 1
         """Whether the runtime may always be asked."""
-        self._memcpy: Callable[[int, int, int, int, int], int] = _unknown
+        self._memcpy: Callable[..., int] = _unknown
         self._record: Callable[[int, int], int] = _unknown
         if self._runtime is not None:
             self._memcpy, self._record = self._runtime.cudaMemcpyAsync, self._runtime.cudaEventRecord
@@ -77,7 +89,7 @@ class CudaDevice:
         if pinned and not really_pinned:
             raise PinningError(f"{nbytes} bytes of host (system) memory were asked for as pinned and came unpinned")
         # torch's pinned allocator rounds each block up to a power of two; that is what is locked.
-        return HostBuffer(tensor, array, pinned, 1 << (nbytes - 1).bit_length() if pinned else 0)
+        return HostBuffer(tensor, array, pinned, 1 << (nbytes - 1).bit_length() if pinned else 0, Source)
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         template = self._templates.get(dtype)
@@ -109,12 +121,12 @@ class CudaDevice:
         with torch.cuda.device(self._index):  # the question is always asked of the current device's stream
             return self._is_capturing()
 
-    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+    def copy(self, landing: torch.Tensor, source: Source, stream: int) -> None:
         if not (self._alone or self._is_direct(stream)):
             # torch queues a host-to-device copy on the current stream of the destination's device: `stream`.
-            landing.copy_(source, non_blocking=True)
+            landing.copy_(source.tensor, non_blocking=True)
             return
-        error = self._memcpy(landing.data_ptr(), source.data_ptr(), source.nbytes, _HOST_TO_DEVICE, stream)
+        error = self._memcpy(landing.data_ptr(), source.start, source.size, _HOST_TO_DEVICE, stream)
         if error:
             raise self._failed("cudaMemcpyAsync", error)
 
@@ -215,7 +227,7 @@ def _runtime() -> ctypes.CDLL | None:
     return runtime
 
 
-def _unknown(*arguments: int) -> int:
+def _unknown(*arguments: object) -> int:
     raise AssertionError("only a runtime that was found is called")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -14,6 +14,10 @@ import torch
 from staging.errors import PinningError, StagingError
 
 Memory = Literal["auto", "pinned", "pageable"]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @attrs.frozen(eq=False)
@@ -27,6 +31,8 @@ class HostBuffer:
     pinned: bool
     locked_bytes: int
     """Bytes the system really locked for it (allocators round up); 0 when pageable."""
+    source: Callable[[torch.Tensor], Any] = _itself
+    """Makes of a part of the tensor what `Device.copy` takes for it; once for each part."""
 
 
 @runtime_checkable
@@ -56,8 +62,8 @@ class Device(Protocol):
     def capturing(self, stream: Any) -> bool:
         """Whether a graph is being captured on `stream`, which is the current one."""
 
-    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Queue the copy of `source`, a slot's bytes, to `landing`, of its dtype and size, on the current `stream`."""
+    def copy(self, landing: torch.Tensor, source: Any, stream: Any) -> None:
+        """Queue the copy of `source`, of a slot, to `landing`, of its dtype and size, on the current `stream`."""
 
     def copy_on_device(
         self, rows: torch.Tensor, landing: torch.Tensor, runs: Sequence[tuple[int, int, int]], stream: Any

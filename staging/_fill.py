@@ -28,11 +28,11 @@ def small_integers(values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.int32]
     Code of the caller's may run: that of a value that is a buffer written in Python.
     """
     try:
-        data = marshal.dumps(values, 2)
+        data = marshal.dumps([*values], 2)  # a list that no such code can empty under marshal's hands
     except ValueError:  # there is something that has no place in it
         return None
     count = len(data) // 5 - 1
-    if not count or len(data) % 5 or data[5::5] != b"i" * count:
+    if not count or data[5::5] != b"i" * count:
         return None
     numbers: npt.NDArray[np.int32] = np.ndarray(count, "<i4", data, 6, (5,))
     return numbers

@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from staging._device import HostBuffer
 from staging._fill import PLAIN
@@ -53,8 +52,8 @@ class Prepared:
         self._scratch = scratch
         self._records: dict[Layout, Targets] = {}
         self.array = buffer.array
-        self.source: torch.Tensor = buffer.tensor[: plan.total].view(plan.cut.dtype)
-        """What the copy reads."""
+        self.source: Any = buffer.source(buffer.tensor[: plan.total].view(plan.cut.dtype))
+        """What the copy reads, as the device is told of it."""
         self.columns: dict[str, Column] = {}
         """Those that were written so far, by name; `column` makes one."""
         self.targets = Targets(None, 0, 0, memoryview(b""), ())
@@ -98,7 +97,7 @@ class Column:
         self.length = self.array.size if len(self.array) == self.array.size else -1
         """How many numbers a flat list of all values has; -1 where an entry is more than one."""
         self.offset = place.offset
-        self.small = self.length >= MANY and place.field.dtype in (torch.int32, torch.int64)
+        self.small = self.length >= MANY and place.numpy_dtype in (np.int32, np.int64)
         """Whether a list of it is looked at for integers of 32 bits first; not once it had another."""
         self.usual = PLAIN[place.numpy_dtype.kind][0]
         """The type that `pack` is for. It would take a boolean for an integer, or ask an object for its value."""

@@ -335,7 +335,7 @@ class Ring:
             at = slots.index(oldest)
             before = slots[at : at + reach]
             last = before.pop()
-            if last.state is _IN_FLIGHT and _proves(last, oldest) and self._device.lasting(last.stream):
+            if last.state is _IN_FLIGHT and last.stream == oldest.stream and self._device.lasting(last.stream):
                 if not self._settle(last):
                     self._reach, self._yes = reach - 1, 0
                     return last

@@ -558,7 +558,7 @@ class StagingPool:
                     with ring.lock:
                         ring.watch.uploading(slot, plan)
             # What can fail for lack of memory comes first: the lease is still open then, and can be tried again.
-            rows: torch.Tensor | None = None
+            fresh: tuple[torch.Tensor, ...] = ()
             if isinstance(out, Destination):
                 landing, tensors = out._landing(plan, device, stream)
                 upload = Upload(tensors)
@@ -567,8 +567,10 @@ class StagingPool:
                 upload = Upload(tensors)
             else:
                 landing, upload = device.empty(plan.cut.elements, plan.cut.dtype), Upload()
+                fresh = (landing,)
                 if plan.row_runs:
                     rows = device.empty(plan.row_cut.elements, plan.row_cut.dtype)
+                    fresh = (landing, rows)
                     upload.update(dict.fromkeys(plan.by_name, landing))  # the order of the layout
                     plan.other_cut.tensors(landing, upload)
                     plan.row_cut.tensors(rows, upload)
@@ -588,8 +590,8 @@ class StagingPool:
                 slot.stream = stream
                 _lifetime.held.add(slot)
                 device.copy(landing, (lease._prepared or slot.views(plan)).source, stream)
-                if rows is not None:
-                    device.copy_on_device(rows, landing, plan.row_runs, stream)
+                if len(fresh) > 1:
+                    device.copy_on_device(fresh[1], landing, plan.row_runs, stream)
                 device.record(slot.event, stream)  # behind both: `Upload.wait` waits for all of it
                 with ring.lock:
                     ring.uploaded(slot, plan)
@@ -601,8 +603,7 @@ class StagingPool:
             self._log_notes()
             raise
         upload._lease = lease
-        upload._landing = landing if out is None else None
-        upload._rows = rows
+        upload._fresh = fresh
         upload._stream = stream
         return upload
 

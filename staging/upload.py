@@ -22,14 +22,13 @@ class Upload(dict[str, torch.Tensor]):
     On the stream of the upload they can be used at once. On any other stream call `wait(stream)` first.
     """
 
-    __slots__ = ("_landing", "_lease", "_rows", "_stream")
+    __slots__ = ("_fresh", "_lease", "_stream")
 
     # The pool sets them: an __init__ of Python's would cost as much as three tensors.
     _lease: Lease
     """Which has ended."""
-    _landing: torch.Tensor | None
-    """The fresh allocation; None where the destination is the caller's."""
-    _rows: torch.Tensor | None
+    _fresh: tuple[torch.Tensor, ...]
+    """The fresh allocations; none where the destination is the caller's."""
     _stream: Any
 
     # By identity: a dictionary's equality would compare tensors, and wait for the device.
@@ -60,6 +59,5 @@ class Upload(dict[str, torch.Tensor]):
         if pool._device.same_stream(stream, self._stream):
             return
         pool._wait_for_upload(self._lease, stream)
-        for fresh in (self._landing, self._rows):
-            if fresh is not None:
-                pool._device.record_stream(fresh, stream)
+        for fresh in self._fresh:
+            pool._device.record_stream(fresh, stream)

@@ -94,8 +94,8 @@ mutation(
 mutation(
     "an ended lease is not told from an open one",
     LEASE,
-    "if slot.generation != self._generation:",
-    "if False:",
+    "if slot.generation != self._generation:\n            raise",
+    "if False:\n            raise",
     f"{LEASES}::test_a_stale_lease_never_reaches_the_slots_next_owner",
 )
 mutation(
@@ -207,9 +207,10 @@ mutation(
 mutation(
     "the row fields are copied behind the event",
     POOL,
-    "device.copy_on_device(rows, landing, plan.row_runs, stream)\n                device.record(slot.event, stream)",
+    "device.copy_on_device(fresh[1], landing, plan.row_runs, stream)\n"
+    "                device.record(slot.event, stream)",
     "device.record(slot.event, stream)\n"
-    "                    device.copy_on_device(rows, landing, plan.row_runs, stream)\n"
+    "                    device.copy_on_device(fresh[1], landing, plan.row_runs, stream)\n"
     "                else:\n"
     "                    device.record(slot.event, stream)",
     f"{LEASES}::test_waiting_for_an_upload_waits_for_all_of_its_tensors",
@@ -585,6 +586,43 @@ mutation(
     "staging/test_prepared.py::test_records_that_were_cut_off_count_as_unwritten",
 )
 mutation(
+    "whatever marshal writes counts as an integer",
+    "staging/_fill.py",
+    ' or data[5::5] != b"i" * count:',
+    ":",
+    "staging/test_small_integers.py::test_anything_else_among_them_is_noticed",
+)
+mutation(
+    "a list is packed while code of the caller's may change it",
+    "staging/_fill.py",
+    "marshal.dumps([*values], 2)",
+    "marshal.dumps(values, 2)",
+    "staging/test_small_integers.py::test_the_list_that_is_packed_is_nobody_elses",
+)
+mutation(
+    "a list is written into the slot of a lease that ended while it was packed",
+    LEASE,
+    """                    if slot.generation != self._generation:  # by code of the caller's that ran in it
+                        self._check_open("write")
+""",
+    "",
+    "staging/test_small_integers.py::test_a_lease_that_ends_while_a_list_is_packed_writes_nothing",
+)
+mutation(
+    "wide integers are tried as small ones at every batch",
+    LEASE,
+    "column.small = numbers is not None",
+    "pass",
+    "staging/test_small_integers.py::test_a_field_of_wide_integers_is_not_tried_each_time",
+)
+mutation(
+    "a list of another length is stretched",
+    LEASE,
+    "if numbers is not None and len(numbers) == column.length:",
+    "if numbers is not None:",
+    "staging/test_small_integers.py::test_a_list_of_another_length_is_refused",
+)
+mutation(
     "an event answers for uploads on other streams",
     RING,
     "return slot.stream == later.stream and slot.upload",
@@ -697,9 +735,9 @@ mutation(
 mutation(
     "a copy that the runtime refused counts as queued",
     "staging/_cuda.py",
-    """source.nbytes, _HOST_TO_DEVICE, stream)
+    """source.size, _HOST_TO_DEVICE, stream)
         if error:""",
-    """source.nbytes, _HOST_TO_DEVICE, stream)
+    """source.size, _HOST_TO_DEVICE, stream)
         if False:""",
     "staging/test_cuda_calls.py::test_an_error_of_the_runtime_is_raised_and_taken_from_torch",
 )

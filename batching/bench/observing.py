@@ -134,11 +134,14 @@ def parts(
                 marks.append(clock())
                 for name, begin, end in zip(_PARTS, marks, marks[1:], strict=False):
                     times.setdefault(name, []).append(end - begin)
+                start = clock()
+                pool.lease(COLUMNS, rows=rows).discard()
+                times.setdefault(CONDUCTING, []).append(clock() - start)
                 if number % _SETTLE_EVERY == _SETTLE_EVERY - 1 or number == count - 1:
                     machine.settle()
                     start = clock()
                     pool.lease(COLUMNS, rows=rows).discard()
-                    times.setdefault(CONDUCTING, []).append(clock() - start)
+                    times.setdefault(COLD, []).append(clock() - start)
             for _ in range(count):
                 start = clock()
                 pool.lease(COLUMNS, rows=rows).discard()
@@ -148,13 +151,14 @@ def parts(
     return found
 
 
-CONDUCTING = "conducting alone: a lease and its discard, one event asked, the host having waited just before"
+CONDUCTING = "conducting alone: a lease and its discard, between batches"
+COLD = "the same right after the host has waited, an event asked"
 FREE_SLOT = "the same with a slot that is free, many in a row"
 
 _PARTS = (
     "reading the clock",
     "joining the records",
-    "lease: the capture check, the lock, one event asked, the slot reserved",
+    "lease: the capture check, the lock, an event asked now and then, the slot reserved",
     "entering the block",
     "writing the records",
     "upload: the destination, the copy, the event, the books",

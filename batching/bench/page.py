@@ -426,13 +426,13 @@ def _slab(name: str) -> str | None:
     """The slab that is filled in the same way, for what goes in one copy."""
     if not name.startswith(("ours", "fresh slab")):
         return None
-    return by.SLAB_RECORDS if name.endswith("records") else by.SLAB_COLUMNS
+    return by.with_equal_fill(name)
 
 
 def _prefill_slab(name: str) -> str | None:
     if not name.startswith(("one lease", "one slab")):
         return None
-    return pre.PREFILL_SLAB_RECORDS if name.endswith("records") else pre.PREFILL_SLAB_COLUMNS
+    return pre.with_equal_fill(name)
 
 
 def _floor(name: str) -> str:

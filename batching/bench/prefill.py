@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from batching.bench.batches import COLUMNS, NAMES, Batch, BenchRequest, Expected, all_new, columns, records
 from batching.bench.batches import expected_columns as expected_sampling
-from batching.bench.strategies import Contender, Cut, Tensors
+from batching.bench.strategies import Contender, Cut, Tensors, write_checked
 from staging import Field, Layout, StagingPool
 
 LENGTHS = Layout(
@@ -42,7 +42,9 @@ TOKENS_EACH = 128
 ONE_BY_ONE_13 = "one by one, 13 arrays"
 ONE_BY_ONE_14 = "one by one, 14 arrays"
 PREFILL_SLAB_COLUMNS = "one slab, columns"
+PREFILL_SLAB_CHECKED = "one slab, columns checked"
 PREFILL_SLAB_RECORDS = "one slab, records"
+PREFILL_SLAB_RECORDS_CHECKED = "one slab, records, lengths checked"
 PREFILL_OURS_COLUMNS = "one lease, columns"
 PREFILL_OURS_RECORDS = "one lease, records"
 PREFILL_FIXED_COLUMNS = "one lease fixed, columns"
@@ -59,13 +61,15 @@ def tokens_each(rows: int) -> int:
 def contenders(device: torch.device, pool: StagingPool, rows: int, seed: int) -> list[Contender]:
     """All ways to send a prefill batch of `rows` requests."""
     batches = all_new(rows, seed, tokens_each(rows))
-    slab = Slab(device)
+    slab, checked = Slab(device), Slab(device, checked=True)
     fresh, fixed = Ours(pool), Ours(pool, rows)
     ways = [
         Contender(ONE_BY_ONE_13, OneByOne(device, seeds=False).build, batches, 13, expected=_without_seeds),
         Contender(ONE_BY_ONE_14, OneByOne(device, seeds=True).build, batches, 14),
         Contender(PREFILL_SLAB_COLUMNS, slab.by_columns, batches, 1),
+        Contender(PREFILL_SLAB_CHECKED, checked.by_columns, batches, 1),
         Contender(PREFILL_SLAB_RECORDS, slab.by_records, batches, 1),
+        Contender(PREFILL_SLAB_RECORDS_CHECKED, checked.by_records, batches, 1),
         Contender(PREFILL_OURS_COLUMNS, fresh.by_columns, batches, 1, pool=pool),
         Contender(PREFILL_OURS_RECORDS, fresh.by_records, batches, 1, pool=pool),
         Contender(PREFILL_FIXED_COLUMNS, fixed.by_columns, batches, 1, owned=False, pool=pool),
@@ -114,17 +118,20 @@ class OneByOne:
 
 
 class Slab:
-    """One fresh pinned slab for all 14 arrays; token ids are joined in their place."""
+    """One fresh pinned slab for all 14 arrays; token ids are joined in their place.
 
-    def __init__(self, device: torch.device) -> None:
+    numpy converts the lists, or (`checked`) they are written as a lease writes them.
+    """
+
+    def __init__(self, device: torch.device, *, checked: bool = False) -> None:
         self.device = device
+        self.checked = checked
         self.pin = device.type == "cuda"
         self.cuts: dict[tuple[int, int], Cut] = {}
 
     def by_columns(self, batch: Batch) -> Tensors:
         cut, slab, data = self.slab(batch)
-        for (dtype, offset), values in zip(cut.host, columns(batch.requests), strict=False):
-            np.ndarray(cut.rows, dtype, data, offset)[:] = values
+        self.write(cut, data, 0, columns(batch.requests))
         return self.send(batch, cut, slab, data)
 
     def by_records(self, batch: Batch) -> Tensors:
@@ -141,12 +148,26 @@ class Slab:
         return cut, slab, slab.numpy()
 
     def send(self, batch: Batch, cut: Cut, slab: torch.Tensor, data: npt.NDArray[Any]) -> Tensors:
-        for (dtype, offset), integers in zip(cut.host[len(NAMES) : -1], lengths(batch.requests), strict=True):
-            np.ndarray(cut.rows, dtype, data, offset)[:] = integers
+        self.write(cut, data, len(NAMES), lengths(batch.requests))
         dtype, offset = cut.host[-1]
         ids = [request.input_ids for request in batch.requests]
         np.concatenate(ids, out=np.ndarray(sum(map(len, ids)), dtype, data, offset))
         return cut.views(slab.to(self.device, non_blocking=True))
+
+    def write(self, cut: Cut, data: npt.NDArray[Any], first: int, lists: Sequence[list[Any]]) -> None:
+        """Lists into consecutive fields."""
+        end = first + len(lists)
+        if self.checked:
+            for column, values in zip(cut.columns[first:end], lists, strict=True):
+                write_checked(column, data, values)
+        else:
+            for (dtype, offset), values in zip(cut.host[first:end], lists, strict=True):
+                np.ndarray(cut.rows, dtype, data, offset)[:] = values
+
+
+def with_equal_fill(name: str) -> str:
+    """The slab that is filled as this way fills."""
+    return PREFILL_SLAB_RECORDS_CHECKED if "records" in name else PREFILL_SLAB_CHECKED
 
 
 class Ours:

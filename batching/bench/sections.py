@@ -142,15 +142,15 @@ def compare_all(machine: Machine, pool: StagingPool, settings: Settings, step: C
 def steps(settings: Settings, device: torch.device) -> int:
     """How often the progress bar moves."""
     rows = len(settings.rows)
-    columns = rows * settings.repeats * 15
+    columns = rows * settings.repeats * 16
     shapes = len(settings.shapes)
     return (
         rows
         + (shapes + shapes if settings.has(KERNEL, device) else 0)
         + columns * settings.has(HOST, device)
         + columns * settings.has(QUEUED, device)
-        + rows * 15 * settings.has(COPIES, device)
-        + rows * settings.repeats * 8 * settings.has(PREFILL, device)
+        + rows * 16 * settings.has(COPIES, device)
+        + rows * settings.repeats * 10 * settings.has(PREFILL, device)
         + settings.repeats * settings.has(PACKING, device)
         + len(settings.few_rows) * settings.has(PARTS, device)
         + len(settings.few_rows) * settings.has(OBSERVING, device)

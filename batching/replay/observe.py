@@ -69,7 +69,7 @@ class ObservedDevice:
         finally:
             self._timeline.host("host buffer", begin, self.now(), bytes=nbytes, pinned=pinned)
 
-    def copy(self, landing: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy(self, landing: torch.Tensor, source: Any, stream: Any) -> None:
         upload = self._timeline.uploads + 1
         self._timeline.on_device("copy", self._inner.copy, landing, source, stream, upload=upload, bytes=source.nbytes)
 

@@ -31,6 +31,7 @@ from batching.bench.strategies import (
     ON_DEVICE,
     OURS_COLUMNS,
     OURS_RECORDS,
+    SLAB_CHECKED,
     SLAB_COLUMNS,
     SLAB_RECORDS,
 )
@@ -38,7 +39,8 @@ from batching.bench.timing import Samples
 from staging import StagingPool
 
 TINY = ["bench", "--device", "cpu", "--rows", "1,3", "--repeats", "2", "--batches", "3"]
-SLABS, OURS = (SLAB_COLUMNS, SLAB_RECORDS), (OURS_COLUMNS, OURS_RECORDS, FIXED_COLUMNS, FIXED_RECORDS)
+SLABS = (SLAB_COLUMNS, SLAB_CHECKED, SLAB_RECORDS)
+OURS = (OURS_COLUMNS, OURS_RECORDS, FIXED_COLUMNS, FIXED_RECORDS)
 FEW = (ON_DEVICE, FRESH_PINNED, *SLABS, *OURS, FLOOR)
 """What the claims are about, and what they compare with."""
 SECTIONS = ("host", "queued", "copies", "prefill", "kernel", "packing", "pool")
@@ -238,7 +240,7 @@ def test_every_number_on_the_page_is_of_the_document():
         return f"{statistics.median(x / y for x, y in zip(a, b, strict=True)):.2f}"
 
     references = (FRESH_PINNED, *SLABS, OURS_RECORDS, FLOOR)
-    references += (prefill.ONE_BY_ONE_13, prefill.PREFILL_SLAB_COLUMNS, prefill.PREFILL_SLAB_RECORDS)
+    references += (prefill.ONE_BY_ONE_13, prefill.PREFILL_SLAB_CHECKED, prefill.PREFILL_SLAB_RECORDS_CHECKED)
     for found in (document["host"], document["queued"], document["prefill"]):
         for timings in found.values():
             for reference in (*references, prefill.PREFILL_OURS_RECORDS):

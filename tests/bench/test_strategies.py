@@ -31,6 +31,7 @@ from batching.bench.strategies import Contender
 from batching.bench.timing import Machine
 from batching.params import SamplingParams
 from staging import StagingPool
+from staging._prepared import MANY
 from staging.testing import SimulatedDevice
 
 CPU = torch.device("cpu")
@@ -261,3 +262,15 @@ def test_a_batch_makes_as_many_tensors_at_any_number_of_rows():
     assert all(one == fresh[0] for one in fresh)
     assert sum(fresh[0].values()) <= 11  # one allocation, six pieces, three of another dtype, one of another shape
     assert [dict(one) for one in fixed] == [{}] * 8
+
+
+@pytest.mark.parametrize("bad", [True, 1.5, None])
+@pytest.mark.parametrize("rows", [3, MANY])
+def test_the_checked_slab_refuses_what_a_lease_refuses(bad, rows):
+    """Equal fill is equal care: numpy alone takes a boolean for a number, and cuts a fraction off."""
+    column = strategies.Cut(COLUMNS, rows=rows).columns[2]
+    data = np.zeros(COLUMNS.nbytes(rows=rows), np.uint8)
+    strategies.write_checked(column, data, [7] * rows)
+    assert np.ndarray(rows, np.int32, data, column.offset).tolist() == [7] * rows
+    with pytest.raises(TypeError, match="plain numbers"):
+        strategies.write_checked(column, data, [7] * (rows - 1) + [bad])

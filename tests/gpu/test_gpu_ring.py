@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from staging import CaptureError, Destination, Field, Layout, PoolExhausted, StagingPool, _ring
+from staging._cuda import Source
 
 STAMPED = Layout(
     [Field("stamp", torch.int64), Field("half", torch.float32), Field("tokens", torch.int32, "tokens")], "stamped"
@@ -279,7 +280,7 @@ def test_an_error_of_a_copy_is_raised_once_and_not_by_torch_afterwards():
         assert device._runtime is not None, "the runtime that torch has loaded was not found"
         nowhere = SimpleNamespace(data_ptr=lambda: 64)
         with pytest.raises(RuntimeError, match=r"CUDA error: invalid argument \(cudaMemcpyAsync\)"):
-            device.copy(nowhere, torch.zeros(64, dtype=torch.uint8, pin_memory=True), device.current_stream())
+            device.copy(nowhere, Source(torch.zeros(64, dtype=torch.uint8, pin_memory=True)), device.current_stream())
         assert int(torch.arange(5, device="cuda").sum()) == 10
         assert distances([send(pool, stamp) for stamp in range(8)]) == [0] * 8
 

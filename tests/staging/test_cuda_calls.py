@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from staging._cuda import CudaDevice, _runtime
+from staging._cuda import CudaDevice, Source, _runtime
 
 HOST_TO_DEVICE, DEVICE_TO_DEVICE = 1, 3
 
@@ -21,8 +21,8 @@ class Runtime:
         self.calls: list[tuple[Any, ...]] = []
         self.status = 0
 
-    def cudaMemcpyAsync(self, to: int, start: int, nbytes: int, kind: int, stream: int) -> int:  # noqa: N802
-        self.calls.append(("copy", to, start, nbytes, kind, stream))
+    def cudaMemcpyAsync(self, *arguments: Any) -> int:  # noqa: N802
+        self.calls.append(("copy", *(getattr(argument, "value", argument) for argument in arguments)))
         return self.status
 
     def cudaEventRecord(self, event: int, stream: int) -> int:  # noqa: N802
@@ -66,7 +66,7 @@ def seam(runtime: Runtime | None, current: int = 0, *, alone: bool = False) -> C
 def test_copies_go_to_the_runtime_on_the_stream_of_the_upload() -> None:
     runtime = Runtime()
     device, source, landing, rows = seam(runtime), torch.arange(6.0), torch.zeros(6), torch.zeros(4)
-    device.copy(landing, source, 5)
+    device.copy(landing, Source(source), 5)
     device.copy_on_device(rows, landing, ((0, 8, 4), (16, 0, 8)), 5)
     at, to = landing.data_ptr(), rows.data_ptr()
     assert runtime.calls == [
@@ -83,7 +83,7 @@ def test_without_a_runtime_or_with_another_device_current_torch_does_it(runtime:
     device, event = seam(runtime, current), Event()
     source, landing, rows = torch.arange(6.0), torch.zeros(6), torch.zeros(2)
     event.cuda_event = 77
-    device.copy(landing, source, 5)
+    device.copy(landing, Source(source), 5)
     device.copy_on_device(rows, landing, ((16, 0, 8),), 5)
     device.record(event, 5)  # type: ignore[arg-type]
     assert (landing.tolist(), rows.tolist(), event.recorded) == ([0, 1, 2, 3, 4, 5], [4, 5], ["stream 5"])
@@ -96,7 +96,7 @@ def test_default_streams_are_the_runtimes_only_where_there_is_one_device(
 ) -> None:
     """Their handles mean the device that is current for the runtime, which need not be the one torch speaks of."""
     runtime, source, landing = Runtime(), torch.arange(6.0), torch.zeros(6)
-    seam(runtime, alone=alone).copy(landing, source, stream)
+    seam(runtime, alone=alone).copy(landing, Source(source), stream)
     assert (len(runtime.calls) == 1, bool(landing.any())) == (direct, not direct)
 
 
@@ -115,7 +115,7 @@ def test_an_error_of_the_runtime_is_raised_and_taken_from_torch(call: str) -> No
     runtime.status = 719
     device = seam(runtime)
     acts = {
-        "copy": lambda: device.copy(tensor, tensor, 5),
+        "copy": lambda: device.copy(tensor, Source(tensor), 5),
         "copy on device": lambda: device.copy_on_device(tensor, tensor, ((0, 0, 4),), 5),
         "record": lambda: device.record(SimpleNamespace(cuda_event=77), 5),  # type: ignore[arg-type]
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import marshal
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staging import Field, FieldError, Layout, LeaseError, StagingPool
+from staging import Field, FieldError, Layout, Lease, LeaseError, StagingPool
 from staging._fill import small_integers
 from staging._prepared import MANY
 from staging.testing import SimulatedDevice
@@ -58,6 +60,27 @@ def test_plain_integers_of_32_bits_are_found_and_packed(values: list[int], as_tu
 def test_anything_else_among_them_is_noticed(before: list[Any], value: Any, behind: list[Any]) -> None:
     """Booleans, wider integers, subclasses, numbers of numpy, and bytes that look like what is packed."""
     assert small_integers([*before, value, *behind]) is None
+
+
+def test_a_list_whose_codes_look_right_but_for_its_end_is_noticed() -> None:
+    """The last value is longer than an integer: its code stands where one would."""
+    assert small_integers([1, 2, b"xyz"]) is None
+    assert small_integers([1, 2, True]) is None
+
+
+def test_the_list_that_is_packed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of the caller's could empty its own list under marshal's hands, and the process would fall over."""
+    given: list[Any] = []
+
+    def watched(values: Any, version: int) -> bytes:
+        given.append(values)
+        return marshal.dumps(values, version)
+
+    monkeypatch.setattr("staging._fill.marshal", SimpleNamespace(dumps=watched))
+    values = [1, 2, 3]
+    assert small_integers(values) is not None
+    assert given == [values]
+    assert given[0] is not values
 
 
 @given(data=st.binary(max_size=60))
@@ -120,6 +143,26 @@ def test_a_list_of_another_length_is_refused(make_pool: MakePool, length: int) -
         lease["column"] = [1] * length
 
 
+def test_a_lease_that_ends_while_a_list_is_packed_writes_nothing(
+    device: SimulatedDevice, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot belongs to somebody else by then."""
+    pool = make_pool(device, slots=1, max_slots=1, timeout=0)
+    lease = pool.lease(WIDE, rows=MANY)
+    successor: list[Lease] = []
+
+    def ending(values: list[int]) -> Any:
+        lease.discard()
+        successor.append(pool.lease(WIDE, rows=MANY))
+        successor[0]["column"] = 8
+        return small_integers(values)
+
+    monkeypatch.setattr("staging.lease.small_integers", ending)
+    with pytest.raises(LeaseError, match="ended"):
+        lease["column"] = [9] * MANY
+    assert successor[0].upload()["column"].tolist() == [8] * MANY
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python code makes a buffer since 3.12")
 def test_a_value_that_ends_the_lease_while_it_is_looked_at_writes_nothing(
     device: SimulatedDevice, make_pool: MakePool
@@ -136,7 +179,7 @@ def test_a_value_that_ends_the_lease_while_it_is_looked_at_writes_nothing(
             values[:] = [9] * MANY
             return memoryview(b"")
 
-    successor: list[Any] = []
+    successor: list[Lease] = []
     values: list[Any] = [Trap(), *[9] * (MANY - 1)]
     with pytest.raises(LeaseError, match="ended"):
         lease["column"] = values
