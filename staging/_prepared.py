@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -89,7 +90,7 @@ class Prepared:
 class Column:
     """One field of a slot: an array, and a function that packs plain Python numbers into its bytes."""
 
-    __slots__ = ("array", "bit", "length", "offset", "pack", "small", "usual")
+    __slots__ = ("array", "bit", "length", "offset", "pack", "small", "usual", "write")
 
     def __init__(self, place: Place, memory: npt.NDArray[np.uint8]) -> None:
         self.array: Array = np.ndarray(place.shape, place.numpy_dtype, memory, place.offset)
@@ -104,6 +105,8 @@ class Column:
         # "=" and not "@", which lets a float32 overflow.
         self.pack: Callable[..., None] = struct.Struct(f"={self.array.size}{DTYPES[place.field.dtype][1]}").pack_into
         """Converts exactly as the dtype does, and raises where a value does not fit; in half of numpy's time."""
+        self.write: Callable[..., None] = partial(self.pack, memory.data, place.offset)
+        """The same, into this slot."""
 
 
 Move = tuple[Array, Array]

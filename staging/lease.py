@@ -85,8 +85,10 @@ class Lease:
         is rounded twice.
         """
         slot = self._slot
-        if slot.generation == self._generation and slot.buffer is not None:
-            prepared = self._prepared or self._prepare()
+        prepared = self._prepared
+        if slot.generation == self._generation and (prepared is not None or slot.buffer is not None):
+            if prepared is None:
+                prepared = self._prepare()
             column = prepared.columns.get(name) if type(name) is str else None
             if column is None:
                 column = prepared.column(self._place(name))
@@ -103,13 +105,15 @@ class Lease:
                         return
                 # Nothing but plain numbers of the usual type: counting them runs no code of theirs.
                 if column.length == len(values) == countOf(map(type, values), column.usual):
-                    self._written &= ~column.bit
+                    written, bit = self._written, column.bit
+                    if written & bit:
+                        self._written = written & ~bit
                     try:
-                        column.pack(prepared.array, column.offset, *values)
+                        column.write(*values)
                     except (struct.error, OverflowError):
                         pass  # the slow way below says which value does not fit
                     else:
-                        self._written |= column.bit
+                        self._written = written | bit
                         return
             elif kind is np.ndarray and values.dtype == column.array.dtype and values.shape == column.array.shape:
                 column.array[...] = values

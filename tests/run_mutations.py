@@ -460,8 +460,8 @@ mutation(
 mutation(
     "a list that was cut off counts as written",
     LEASE,
-    "                    self._written &= ~column.bit\n",
-    "",
+    "if written & bit:",
+    "if False:",
     f"{LEASES}::test_a_list_that_was_cut_off_counts_as_unwritten",
 )
 mutation(
