@@ -15,7 +15,7 @@ import torch
 from staging._fill import readable, small_integers, write_column
 from staging._prepared import Prepared
 from staging._slots import Slot
-from staging.errors import FieldError, LeaseError
+from staging.errors import FieldError, LeaseError, shown
 from staging.layout import ROWS, Layout, Place, Plan
 from staging.upload import Upload
 
@@ -126,6 +126,29 @@ class Lease:
         write_column(self._column(place), values, place.field)
         self._written |= place.bit
 
+    def write_parts(self, name: str, parts: Sequence[Any]) -> None:
+        """Write one field from consecutive parts, e.g. the token ids of each request, whose lengths add up to its own.
+
+        As `lease[name] = …` of all of them in one array, without making that: arrays of the field's dtype are copied
+        to their place. Other parts (lists, tuples, CPU tensors, other dtypes) are converted and checked one by one. The
+        values are copied now. Raises `FieldError`, naming field, part, row and value; the field then counts as
+        unwritten. `LeaseError` after the end.
+        """
+        place = self._place(name)
+        parts = list(parts)  # code of the caller's may run here, and end this very lease: before the check
+        self._check_open("write")
+        self._written &= ~place.bit
+        if set(map(type, parts)) == {np.ndarray}:
+            try:
+                np.concatenate(parts, out=self._column(place), casting="no")
+            except (TypeError, ValueError):
+                pass  # below it is said what does not fit, or it is converted
+            else:
+                self._written |= place.bit
+                return
+        none = np.empty((0, *place.field.shape), place.numpy_dtype)
+        self[name] = np.concatenate([none, *(_checked_part(place, number, part) for number, part in enumerate(parts))])
+
     def write_records(self, records: Sequence[bytes] | bytes | npt.NDArray[Any], layout: Layout | None = None) -> None:
         """Write the per-row fields of `layout` (default: the lease's own) from records, one for each row, in order.
 
@@ -227,6 +250,20 @@ class Lease:
         if self._slot.buffer is None:
             return np.empty(place.shape, place.numpy_dtype)  # a lease of zero bytes: values are checked all the same
         return (self._prepared or self._prepare()).column(place).array
+
+
+def _checked_part(place: Place, number: int, part: Any) -> npt.NDArray[Any]:
+    part = readable(part)
+    try:
+        length = len(part)
+    except TypeError:
+        raise FieldError(
+            f"part {number}: field {place.field.name!r}: {shown(part)} is not a list or array of values"
+        ) from None
+    try:
+        return place.field.array(part, length)
+    except FieldError as error:
+        raise FieldError(f"part {number}: {error}") from None
 
 
 def _joined(records: Sequence[bytes] | bytes | npt.NDArray[Any], layout: Layout, plan: Plan) -> bytes:

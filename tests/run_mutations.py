@@ -136,8 +136,8 @@ mutation(
 mutation(
     "a refused column counts as written",
     LEASE,
-    "self._written &= ~place.bit",
-    "pass",
+    "self._written &= ~place.bit\n        write_column",
+    "write_column",
     f"{LAYOUTS}::test_a_refused_column_counts_as_unwritten",
 )
 mutation(
@@ -584,6 +584,31 @@ mutation(
     "self._written &= ~targets.bits",
     "pass",
     "staging/test_prepared.py::test_records_that_were_cut_off_count_as_unwritten",
+)
+mutation(
+    "parts of another dtype are converted unchecked",
+    LEASE,
+    'casting="no"',
+    'casting="unsafe"',
+    "staging/test_parts.py::test_what_does_not_fit_is_refused_and_the_field_is_unwritten",
+)
+mutation(
+    "parts are written into the slot of a lease that ended while they were read",
+    LEASE,
+    """        self._check_open("write")
+        self._written &= ~place.bit
+        if set""",
+    """        self._written &= ~place.bit
+        if set""",
+    "staging/test_parts.py::test_an_ended_lease_takes_no_parts",
+)
+mutation(
+    "a field counts as written where its parts were refused",
+    LEASE,
+    """        self._written &= ~place.bit
+        if set""",
+    """        if set""",
+    "staging/test_parts.py::test_what_does_not_fit_is_refused_and_the_field_is_unwritten",
 )
 mutation(
     "whatever marshal writes counts as an integer",
