@@ -652,7 +652,7 @@ mutation(
     RING,
     "return slot.stream == later.stream and slot.upload",
     "return slot.upload",
-    "staging/test_asking.py::test_a_stream_does_not_answer_for_another",
+    "staging/test_asking.py::test_between_streams_those_of_the_own_are_freed",
 )
 mutation(
     "an event answers for what stands between, of other streams too",
@@ -741,7 +741,7 @@ mutation(
     "batching/replay/observe.py",
     "return False  # or a slot",
     "return self._inner.lasting(stream)  # or a slot",
-    "replay/test_timeline.py",
+    "replay/test_timeline.py::test_each_slot_ends_when_its_copy_was_seen_done",
 )
 mutation(
     "the runtime is asked whatever device is current",

@@ -331,6 +331,30 @@ def test_a_lease_that_is_given_up_or_fails_shows_how_it_ended(tmp_path):
     assert len(run.spans(HOST, "upload")) == len(run.spans(DEVICE, "copy")) == 1
 
 
+def test_each_slot_ends_when_its_copy_was_seen_done(tmp_path):
+    """Observed, each event is asked by itself: one that answered for several would leave the others without an end."""
+    path = tmp_path / "timeline.json"
+    device = SimulatedDevice()
+    with Timeline(path, device) as timeline, ObservedPool(timeline, slots=3, max_slots=3, timeout=0) as pool:
+        timeline.iteration(3, 0, 0)
+        for _ in range(3):
+            device.time_ns += 1000
+            with pool.lease(ROW, rows=1) as lease:
+                lease["a"] = [1]
+                lease.upload()
+        device.finish_all()
+        pool._ring._reach = 3
+        leases = []
+        for _ in range(3):
+            device.time_ns += 1000
+            leases.append(pool.lease(ROW, rows=1))
+        for lease in leases:
+            lease.discard()
+    run = Run(json.loads(path.read_text()), None, None)
+    in_flight = sorted((event["ts"], event["ts"] + event["dur"]) for event in run.spans(SLOTS, "in flight"))
+    assert in_flight == [(1.0, 4.0), (2.0, 5.0), (3.0, 6.0)]
+
+
 def test_a_replay_that_is_cut_off_leaves_the_timeline_until_then(tmp_path):
     """Slots that never come free: the last lease waits, fails, and the slots are in flight to the end."""
     path = tmp_path / "timeline.json"
