@@ -526,9 +526,10 @@ def test_the_source_of_every_copy_is_pinned_whatever_the_values_were(
             lease["column"] = values
             upload = lease.upload()
         (source,) = sources
-        assert source.data_ptr() == pool._ring.slots[0].buffer.tensor.data_ptr()
-        assert source.is_pinned()
-        assert source.is_contiguous()
+        assert source.start.value == source.tensor.data_ptr() == pool._ring.slots[0].buffer.tensor.data_ptr()
+        assert source.size.value == source.tensor.nbytes == lease.nbytes
+        assert source.tensor.is_pinned()
+        assert source.tensor.is_contiguous()
     assert upload["column"].tolist() == [7, 8]
 
 
