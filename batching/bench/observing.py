@@ -151,12 +151,13 @@ def parts(
     return found
 
 
+CLOCK = "reading the clock"
 CONDUCTING = "conducting alone: a lease and its discard, between batches"
 COLD = "the same right after the host has waited, an event asked"
 FREE_SLOT = "the same with a slot that is free, many in a row"
 
 _PARTS = (
-    "reading the clock",
+    CLOCK,
     "joining the records",
     "lease: the capture check, the lock, an event asked now and then, the slot reserved",
     "entering the block",
