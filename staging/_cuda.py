@@ -61,7 +61,7 @@ class CudaDevice:
             "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
         )
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._lasting = {_LEGACY_DEFAULT}
+        self._lasting = {_LEGACY_DEFAULT: True}
         self._templates: dict[torch.dtype, torch.Tensor] = {}
         self._runtime = _runtime()
         self._alone = self._runtime is not None and torch.cuda.device_count() == 1
@@ -106,14 +106,15 @@ class CudaDevice:
         return stream.cuda_stream == current and stream.device_index == self._index
 
     def lasting(self, stream: int) -> bool:
-        if stream in self._lasting:
-            return True
-        # torch's own streams are never destroyed; that of somebody else's has its handle for a number.
-        now = torch.cuda.current_stream(self._index)
-        if now.cuda_stream == stream and (stream == _LEGACY_DEFAULT or now.stream_id != stream):
-            self._lasting.add(stream)
-            return True
-        return False
+        known = self._lasting.get(stream)
+        if known is None:
+            now = torch.cuda.current_stream(self._index)
+            if now.cuda_stream != stream:
+                return False  # nobody can say
+            # torch's own streams are never destroyed; one of somebody else's has its handle for a number. Its handle is
+            # not trusted any more, though a stream of torch's may get it.
+            known = self._lasting[stream] = now.stream_id != stream
+        return known
 
     def capturing(self, stream: int) -> bool:
         if stream == _LEGACY_DEFAULT:

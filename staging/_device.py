@@ -57,7 +57,7 @@ class Device(Protocol):
         """Whether `stream`, a stream of the caller's, is `current`, something that `current_stream` returned."""
 
     def lasting(self, stream: Any) -> bool:
-        """Whether `stream`, that was current once, is never destroyed and named to another; False where in doubt."""
+        """Whether the current `stream` is never destroyed, so that it means the same for ever; False where in doubt."""
 
     def capturing(self, stream: Any) -> bool:
         """Whether a graph is being captured on `stream`, which is the current one."""
@@ -95,6 +95,9 @@ class Device(Protocol):
         """Give the processor away for that long."""
 
 
+_METHODS = {name for name in vars(Device) | Device.__annotations__ if not name.startswith("_")}
+
+
 def open_device(device: str | int | torch.device | Device) -> Device:
     """The seam for a torch device; one that already is a seam is returned as it is.
 
@@ -103,7 +106,11 @@ def open_device(device: str | int | torch.device | Device) -> Device:
     if not isinstance(device, (str, int, torch.device)):
         if isinstance(device, Device):
             return device
-        raise StagingError(f"{device!r} is neither a torch device nor a staging device; use 'cuda', 'cuda:1' or 'cpu'")
+        missing = [name for name in sorted(_METHODS) if not hasattr(device, name)]
+        raise StagingError(
+            f"{device!r} is neither a torch device nor a staging device, which would need {', '.join(missing)} as "
+            f"well; use 'cuda', 'cuda:1' or 'cpu'"
+        )
     resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if resolved.type == "cpu":
         return CpuDevice()

@@ -18,7 +18,7 @@ def describe(pool: str, ring: Ring, now: int, locked: bool) -> str:
     if ring.refusal is not None:
         lines.append(f"leases are refused: {ring.refusal}")
     lines.append(
-        f"{len(ring.waiting)} leases waiting; {ring.counters.uploads} uploads, {max(0, ring.oldest_lag())} of them "
+        f"{ring.count_waiting()} leases waiting; {ring.counters.uploads} uploads, {max(0, ring.oldest_lag())} of them "
         f"since the oldest unfinished one"
     )
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -25,11 +25,13 @@ def small_integers(values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.int32]
 
     marshal, in its version 2, writes a list as five bytes and each such integer as five: a code of its own, and the
     number. So one pass in C finds out and packs, in half the time that types and numbers take one after the other.
-    Code of the caller's may run: that of a value that is a buffer written in Python.
+    Code of the caller's may run: that of a value that is a buffer written in Python, and an audit hook.
     """
+    if not values or type(values[0]) is not int:  # all would be written out before one is refused: arrays, say
+        return None
     try:
         data = marshal.dumps([*values], 2)  # a list that no such code can empty under marshal's hands
-    except ValueError:  # there is something that has no place in it
+    except Exception:  # there is something that has no place in it, or an audit hook says no
         return None
     count = len(data) // 5 - 1
     if not count or data[5::5] != b"i" * count:

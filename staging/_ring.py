@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from threading import get_ident
 from typing import TYPE_CHECKING, cast
@@ -33,6 +34,15 @@ _PATIENCE_S = 0.25
 _CONFIDENCE = 16
 
 
+class Turn:
+    """A lease's place in the queue, for as long as its thread waits: the queue knows it by a weak reference."""
+
+    __slots__ = ("__weakref__", "known")
+
+    def __init__(self) -> None:
+        self.known = weakref.ref(self)
+
+
 class Ring:
     """Slots, who waits for them, and what was counted. The pool conducts; this keeps the books."""
 
@@ -40,8 +50,8 @@ class Ring:
         self.lock = threading.Lock()
         self.slots: list[Slot] = []
         """In order of last use, the oldest upload first."""
-        self.waiting: deque[object] = deque()
-        """Tickets of the threads that wait, the first to be served first."""
+        self.waiting: deque[weakref.ref[Turn]] = deque()
+        """Turns of the threads that wait, the first to be served first. One that was interrupted leaves a dead one."""
         self.counters = Counters()
         self.refusal: StagingError | None = None
         """Why every lease fails, once it does: the pool is closed, broken or forked."""
@@ -66,7 +76,7 @@ class Ring:
         self._reach = 1
         """How many slots one question is about, see `_ask`."""
         self._yes = 0
-        """Questions of that reach whose answer was yes, one behind the other."""
+        """Answers yes since it changed."""
 
     def add(self, buffer: HostBuffer | None = None, capacity: int = 0) -> Slot:
         """One more slot, free. Without a buffer it has to be reserved, and given one before anybody fills it."""
@@ -75,17 +85,17 @@ class Ring:
         self.slots.append(slot)
         return slot
 
-    def choose(self, lease: Lease, need: int, ticket: object = None) -> Slot | None:
+    def choose(self, lease: Lease, need: int, turn: Turn | None = None) -> Slot | None:
         """Reserve a slot for `lease`, or None. The one place where a slot begins to be filled.
 
         A slot that holds `need` bytes comes first; one that is too small, or new, is returned to be enlarged.
-        `ticket` is the caller's place in the queue, when it has waited before.
+        `turn` is the caller's place in the queue, when it has waited before.
         """
         if self.dropped or self.discarded or _lifetime.orphans:
             self._drain()
         if self.refusal is not None:
             raise self.refused()
-        left = self._ahead_of(ticket) if self.waiting else 0  # slots to leave for those who wait longer
+        left = self._ahead_of(turn) if self.waiting else 0  # slots to leave for those who wait longer
         small: Slot | None = None
         asked: Slot | None = None
         for slot in self.slots:  # oldest upload first; one stuck event does not hold up the others
@@ -101,19 +111,19 @@ class Ring:
                     return self._reserve(slot, lease)
                 else:
                     small = small or slot
-            elif slot.state is _IN_FLIGHT and ticket is None:  # polls while waiting are not counted again
+            elif slot.state is _IN_FLIGHT and turn is None:  # polls while waiting are not counted again
                 self.counters.met_in_flight += 1
         if small is not None:
             return self._reserve(small, lease)
         if left:
-            self._fell_short(ticket)
+            self._fell_short(turn)
             return None
         for slot in list(self.slots):
             if slot.state is _QUARANTINED and self._settle(slot):
                 return self._reserve(slot, lease)
         if self.may_grow and len(self.slots) < self.max_slots:
             return self._reserve(self.add(), lease)
-        self._fell_short(ticket)
+        self._fell_short(turn)
         return None
 
     def enlarged(self, slot: Slot, generation: int, buffer: HostBuffer, capacity: int) -> None:
@@ -141,19 +151,18 @@ class Ring:
         self._fell_short(None)
         return True
 
-    def wait_begins(self, ticket: object) -> None:
-        """The lease with this ticket stands in the queue now, unless it did already."""
-        if ticket not in self.waiting:
-            self.waiting.append(ticket)
-            counters, waiting = self.counters, len(self.waiting)
+    def wait_begins(self, turn: Turn) -> None:
+        """The lease with this turn stands in the queue now, unless it did already."""
+        if turn.known not in self.waiting:
+            self.waiting.append(turn.known)
+            counters, waiting = self.counters, self.count_waiting()
             counters.waiting_peak = max(counters.waiting_peak, waiting)
             counters.depth_needed = max(counters.depth_needed, self._busy() + waiting)  # with those asking at once
 
-    def wait_ended(self, ticket: object, took: int) -> None:
+    def wait_over(self, turn: Turn) -> None:
         """It was served, or gives up."""
-        if ticket in self.waiting:
-            self.waiting.remove(ticket)
-        self.counters.count_wait(took)
+        if turn.known in self.waiting:
+            self.waiting.remove(turn.known)
 
     def gave_up(self) -> None:
         """A lease that found no slot took none either: asking again is not one lease more."""
@@ -162,7 +171,7 @@ class Ring:
 
     def reset_peaks(self) -> None:
         """Peaks begin again with what is the case now."""
-        counters, waiting = self.counters, len(self.waiting)
+        counters, waiting = self.counters, self.count_waiting()
         counters.bytes_peak = counters.wait_ns_max = 0
         counters.in_flight_peak = self.count(_IN_FLIGHT)
         counters.waiting_peak = waiting
@@ -207,6 +216,7 @@ class Ring:
         """To quarantined, if the upload with this token had begun and was not seen to its end."""
         slot = lease._slot
         if lease._claim is token and slot.generation == lease._generation + 1 and slot.state is _FILLING:
+            slot.holder = get_ident()
             self._upload_lost(slot, error)
 
     def quarantine(self, slot: Slot, error: BaseException) -> None:
@@ -244,6 +254,10 @@ class Ring:
                 except SlotOverwritten as found:
                     self.notes.append(str(found))
         return [slot for slot in self.slots if slot.state is not _FREE]
+
+    def count_waiting(self) -> int:
+        """Threads that wait for a slot."""
+        return sum(known() is not None for known in list(self.waiting))
 
     def count(self, state: State) -> int:
         """Slots in this state."""
@@ -283,28 +297,37 @@ class Ring:
             time.sleep(20e-6)
         return True
 
-    def _fell_short(self, ticket: object) -> None:
+    def _fell_short(self, turn: Turn | None) -> None:
         """No slot for this lease. For a newcomer: note how deep a ring would have served it.
 
         One that has the slots in use, one for each that waits, one for this lease; and one more for each lease of
         this thread just before that found none: had they not waited, this one would have come before their slots were
         free. Of a ring that stays behind for longer than it is deep this says little, so it is twice the ring at most.
         """
-        if ticket is not None:
+        if turn is not None:
             return
         me = get_ident()
         self.in_a_row = self.in_a_row + 1 if self.short == me else 1
         self.short = me
-        least = self._busy() + len(self.waiting) + 1
+        least = self._busy() + self.count_waiting() + 1
         needed = max(least, min(least - 1 + self.in_a_row, 2 * len(self.slots)))
         self.counters.depth_needed = max(self.counters.depth_needed, needed)
 
     def _busy(self) -> int:
         return len(self.slots) - self.count(_FREE)
 
-    def _ahead_of(self, ticket: object) -> int:
-        """How many wait longer than `ticket`, or than a newcomer."""
-        return self.waiting.index(ticket) if ticket in self.waiting else len(self.waiting)
+    def _ahead_of(self, turn: Turn | None) -> int:
+        """How many wait longer than `turn`, or than a newcomer."""
+        ahead = 0
+        for known in list(self.waiting):
+            other = known()
+            if other is None:  # an interrupt has taken it out of the pool before it could leave
+                self.waiting.remove(known)
+            elif other is turn:
+                break
+            else:
+                ahead += 1
+        return ahead
 
     def _reserve(self, slot: Slot, lease: Lease) -> Slot:
         if self.watch is not None:
@@ -335,13 +358,14 @@ class Ring:
             at = slots.index(oldest)
             before = slots[at : at + reach]
             last = before.pop()
-            if last.state is _IN_FLIGHT and last.stream == oldest.stream and self._device.lasting(last.stream):
+            if last.state is _IN_FLIGHT and last.stream == oldest.stream and last.lasting:
                 if not self._settle(last):
                     self._reach, self._yes = reach - 1, 0
                     return last
+                now = last.since
                 for slot in before:
                     if slot.state is _IN_FLIGHT and _proves(last, slot):
-                        self._done(slot)
+                        self._done(slot, now)
                         if self.watch is not None:
                             self.watch.done(slot)
                 self._count_yes()
@@ -355,10 +379,11 @@ class Ring:
         if self._yes >= _CONFIDENCE and self._reach < len(self.slots):
             self._reach, self._yes = self._reach + 1, 0
 
-    def _done(self, slot: Slot) -> None:
+    def _done(self, slot: Slot, now: int) -> None:
         """in flight -> free: its event has passed."""
         _lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
-        self._enter(slot, _FREE)
+        slot.state = _FREE
+        slot.since = now
 
     def _settle(self, slot: Slot) -> bool:
         """Look once at a slot that is not leased: whether it is free now.
@@ -367,6 +392,8 @@ class Ring:
         turns the unknown into something that can be asked.
         """
         device = self._device
+        if slot.state is _QUARANTINED and not slot.lasting and slot.holder != get_ident():
+            return False  # the handle may name another stream in this thread, as that of the per-thread one does
         try:
             if slot.state is _QUARANTINED:
                 event = device.new_event()
@@ -378,7 +405,7 @@ class Ring:
             if slot.state is _IN_FLIGHT:
                 if not device.done(slot.event):
                     return False
-                self._done(slot)
+                self._done(slot, device.now())
         except Exception as error:
             if slot.state is _IN_FLIGHT:  # the answer is unknown, so the slot's event is
                 self.quarantine(slot, error)
@@ -436,9 +463,11 @@ def _proves(later: Slot, slot: Slot) -> bool:
     """Whether the event of `later`, once it has passed, says that the event of `slot` has: a stream is in order.
 
     Its upload must have begun after the other event was recorded, which the order of the ring does not say of two
-    threads. And the handle of their stream must not have named another one before, see `Device.lasting`.
+    threads. And their stream must be the same one, not only its handle: one that lasted since the first of them.
     """
-    return slot.stream == later.stream and slot.upload <= later.behind and slot.healed_at < later.behind
+    return (
+        slot.stream == later.stream and slot.lasting and slot.upload <= later.behind and slot.healed_at < later.behind
+    )
 
 
 def _call_site() -> str:

@@ -47,6 +47,7 @@ class Slot:
         "healed_at",
         "holder",
         "index",
+        "lasting",
         "prepared",
         "since",
         "site",
@@ -68,6 +69,8 @@ class Slot:
         self.event = event
         self.stream: Any = None
         """The stream of the last copy: where a quarantined slot's event is recorded again."""
+        self.lasting = False
+        """Whether that stream, then, was one that is never destroyed, so that its handle means the same for ever."""
         self.generation = 0
         """Goes up when a lease begins and when it ends, so a lease is alive exactly while the number is its own."""
         self.holder = 0

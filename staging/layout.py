@@ -68,6 +68,8 @@ class Field:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise FieldError(f"a field's name is a non-empty string, not {self.name!r}")
+        if type(self.name) is not str:  # looking one of a class of the caller's up would run code of theirs
+            object.__setattr__(self, "name", str.__str__(self.name))
         if self.dtype not in DTYPES:
             known = ", ".join(sorted(str(dtype) for dtype in DTYPES))
             raise FieldError(f"field {self.name!r}: {self.dtype!r} cannot be staged; use one of {known}")

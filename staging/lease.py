@@ -86,10 +86,14 @@ class Lease:
         """
         slot = self._slot
         prepared = self._prepared
-        if slot.generation == self._generation and (prepared is not None or slot.buffer is not None):
+        if (
+            slot.generation == self._generation
+            and (prepared is not None or slot.buffer is not None)
+            and type(name) is str  # of a class of the caller's, looking it up would run code of theirs
+        ):
             if prepared is None:
                 prepared = self._prepare()
-            column = prepared.columns.get(name) if type(name) is str else None
+            column = prepared.columns.get(name)
             if column is None:
                 column = prepared.column(self._place(name))
             kind = type(values)
@@ -120,10 +124,13 @@ class Lease:
                 self._written |= column.bit
                 return
         place = self._place(name)
-        values = readable(values)  # code of the caller's may run here, and end this very lease: before the check
         self._check_open("write")
         self._written &= ~place.bit
-        write_column(self._column(place), values, place.field)
+        # Into memory of its own first: code of the caller's may run in it, and end this very lease.
+        written_aside: npt.NDArray[Any] = np.empty(place.shape, place.numpy_dtype)
+        write_column(written_aside, values, place.field)
+        self._check_open("write")
+        self._column(place)[...] = written_aside
         self._written |= place.bit
 
     def write_parts(self, name: str, parts: Sequence[Any]) -> None:
@@ -135,7 +142,10 @@ class Lease:
         unwritten. `LeaseError` after the end.
         """
         place = self._place(name)
-        parts = list(parts)  # code of the caller's may run here, and end this very lease: before the check
+        try:
+            parts = list(parts)  # code of the caller's may run here, and end this very lease: before the check
+        except TypeError:
+            raise FieldError(f"field {place.field.name!r}: {shown(parts)} is not a sequence of parts") from None
         self._check_open("write")
         self._written &= ~place.bit
         if set(map(type, parts)) == {np.ndarray}:

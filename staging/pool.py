@@ -37,7 +37,7 @@ from staging._device import Device, HostBuffer, Memory, open_device
 from staging._dump import describe
 from staging._fixed import Destination, Destinations
 from staging._memory import limits, wished
-from staging._ring import Ring
+from staging._ring import Ring, Turn
 from staging._slots import Slot, State
 from staging.errors import (
     CaptureError,
@@ -372,7 +372,7 @@ class StagingPool:
             filling=states.count(State.FILLING),
             in_flight=states.count(State.IN_FLIGHT),
             quarantined=states.count(State.QUARANTINED),
-            waiting=len(ring.waiting),
+            waiting=ring.count_waiting(),
             oldest_lag=max(0, ring.oldest_lag()),  # an upload may be between two steps, where the lock is not to be had
             pinned_bytes=sum(slot.buffer.locked_bytes for slot in slots if slot.buffer is not None),
             host_bytes=sum(slot.capacity for slot in slots),
@@ -383,7 +383,7 @@ class StagingPool:
     def _obtain(self, lease: Lease, slot: Slot | None, timeout: float | None) -> None:
         """Bind `lease` to a slot that holds it: by enlarging `slot`, the one just reserved, or by waiting for one."""
         ring, plan = self._ring, lease._plan
-        ticket = object()
+        turn = Turn()
         waited = grown = False
         start = self._device.now()
         try:
@@ -399,13 +399,13 @@ class StagingPool:
                 with ring.lock:
                     self._check_not_stuck(plan)
                     waited = True
-                    ring.wait_begins(ticket)
+                    ring.wait_begins(turn)
                 self._device.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
                 with ring.lock:
-                    slot = ring.choose(lease, plan.total, ticket)
+                    slot = ring.choose(lease, plan.total, turn)
                     if slot is not None:
-                        ring.waiting.remove(ticket)  # the next one need not wait for this one's larger buffer
+                        ring.wait_over(turn)  # the next one need not wait for this one's larger buffer
         except BaseException:
             with ring.lock:
                 ring.release(lease._slot, lease._generation)  # unless it has none, or has given it back
@@ -413,7 +413,8 @@ class StagingPool:
         finally:
             if waited:
                 with ring.lock:
-                    ring.wait_ended(ticket, self._device.now() - start)
+                    ring.wait_over(turn)
+                    ring.counters.count_wait(self._device.now() - start)
         with ring.lock:
             if waited:
                 ring.counters.leases_waited += 1
@@ -587,7 +588,7 @@ class StagingPool:
             with ring.lock:
                 ring.claim(lease, token)
             if slot.buffer is not None:
-                slot.stream = stream
+                slot.stream, slot.lasting = stream, device.lasting(stream)
                 _lifetime.held.add(slot)
                 device.copy(landing, (lease._prepared or slot.views(plan)).source, stream)
                 if len(fresh) > 1:

@@ -17,7 +17,7 @@ import torch
 
 from batching.bench.batches import COLUMNS, Batch, all_new, flags_of, records
 from batching.bench.strategies import Contender, Ours, Tensors
-from batching.bench.timing import Machine, NoCollection
+from batching.bench.timing import SETTLE_EVERY, Machine, NoCollection, rounds
 from batching.replay.observe import ObservedPool
 from batching.replay.timeline import Timeline
 from staging import StagingPool
@@ -29,7 +29,6 @@ SCRAPED = "scraped 100 times a second"
 TIMELINE = "in a timeline"
 
 _SCRAPE_EVERY_S = 0.01
-_SETTLE_EVERY = 4
 
 
 class Read(Ours):
@@ -104,7 +103,8 @@ def contenders(device: torch.device, rows: int, seed: int) -> Iterator[list[Cont
 def parts(
     machine: Machine, pool: StagingPool, rows: int, seed: int, repeats: int, count: int
 ) -> dict[str, list[float]]:
-    """Host microseconds of each part of one upload to a fixed destination by records; a median for each repeat.
+    """Host microseconds of each part of one upload to a fixed destination by records; a median for each repeat, of the
+    means of rounds, so that each has its share of the questions.
 
     Each part has the cost of reading the clock in it, which is measured beside them.
     """
@@ -134,32 +134,40 @@ def parts(
                 marks.append(clock())
                 for name, begin, end in zip(_PARTS, marks, marks[1:], strict=False):
                     times.setdefault(name, []).append(end - begin)
-                start = clock()
-                pool.lease(COLUMNS, rows=rows).discard()
-                times.setdefault(CONDUCTING, []).append(clock() - start)
-                if number % _SETTLE_EVERY == _SETTLE_EVERY - 1 or number == count - 1:
+                if number % SETTLE_EVERY == SETTLE_EVERY - 1:
                     machine.settle()
-                    start = clock()
-                    pool.lease(COLUMNS, rows=rows).discard()
-                    times.setdefault(COLD, []).append(clock() - start)
+            machine.settle()
+            # Loops of their own: in that above these leases would take the questions of the batches.
+            for name, every in ((CONDUCTING, 1), (COLD, SETTLE_EVERY)):
+                for number in range(count):
+                    if number % every == 0:
+                        start = clock()
+                        pool.lease(COLUMNS, rows=rows).discard()
+                        times.setdefault(name, []).append(clock() - start)
+                    with pool.lease(COLUMNS, rows=rows) as lease:
+                        lease.write_records(joined)
+                        lease.upload(out)
+                    if number % SETTLE_EVERY == SETTLE_EVERY - 1:
+                        machine.settle()
+            machine.settle()
             for _ in range(count):
                 start = clock()
                 pool.lease(COLUMNS, rows=rows).discard()
                 times.setdefault(FREE_SLOT, []).append(clock() - start)
             for name, taken in times.items():
-                found.setdefault(name, []).append(statistics.median(taken) / 1e3)
+                found.setdefault(name, []).append(statistics.median(taken if name == COLD else rounds(taken)) / 1e3)
     return found
 
 
 CLOCK = "reading the clock"
-CONDUCTING = "conducting alone: a lease and its discard, between batches"
-COLD = "the same right after the host has waited, an event asked"
+CONDUCTING = "conducting alone: a lease and its discard, before each batch, with its share of the questions"
+COLD = "the same right after the host has waited, before four batches"
 FREE_SLOT = "the same with a slot that is free, many in a row"
 
 _PARTS = (
     CLOCK,
     "joining the records",
-    "lease: the capture check, the lock, an event asked now and then, the slot reserved",
+    "lease: the capture check, the lock, its share of the questions, the slot reserved",
     "entering the block",
     "writing the records",
     "upload: the destination, the copy, the event, the books",

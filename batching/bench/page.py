@@ -220,7 +220,12 @@ def _host(_: Document, host: Timings) -> str:
         + _over_rows(host, _HOST_LINES)
         + _by_rows(host, lambda rows: _all_bars(host[rows], by.FRESH_PINNED, f"Host time, {_requests(rows)}, µs"))
         + _numbers(
-            host, {"of fresh pinned": lambda _: by.FRESH_PINNED, "of slab, equal fill": _slab, "of floor": _floor}
+            host,
+            {
+                "of fresh pinned": lambda _: by.FRESH_PINNED,
+                "of slab, equal fill": by.with_equal_fill,
+                "of floor": _floor,
+            },
         )
     )
 
@@ -278,7 +283,7 @@ def _prefill(_: Document, prefill: Timings) -> str:
         + _by_rows(
             prefill, lambda rows: _all_bars(prefill[rows], reference, f"Whole prefill upload, {_requests(rows)}, µs")
         )
-        + _numbers(prefill, {"of 13 one by one": lambda _: reference, "of slab, equal fill": _prefill_slab})
+        + _numbers(prefill, {"of 13 one by one": lambda _: reference, "of slab, equal fill": pre.with_equal_fill})
     )
 
 
@@ -420,19 +425,6 @@ def _kind(name: str) -> str:
 def _name(name: str) -> str:
     """With a dagger where nothing keeps a buffer from being rewritten under the last copy."""
     return f"{name} †" if name == by.REWRITTEN or name.startswith("written at admission") else name
-
-
-def _slab(name: str) -> str | None:
-    """The slab that is filled in the same way, for what goes in one copy."""
-    if not name.startswith(("ours", "fresh slab")):
-        return None
-    return by.with_equal_fill(name)
-
-
-def _prefill_slab(name: str) -> str | None:
-    if not name.startswith(("one lease", "one slab")):
-        return None
-    return pre.with_equal_fill(name)
 
 
 def _floor(name: str) -> str:

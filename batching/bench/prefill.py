@@ -165,8 +165,10 @@ class Slab:
                 np.ndarray(cut.rows, dtype, data, offset)[:] = values
 
 
-def with_equal_fill(name: str) -> str:
-    """The slab that is filled as this way fills."""
+def with_equal_fill(name: str) -> str | None:
+    """The slab that is filled as this way of ours is."""
+    if not name.startswith("one lease"):
+        return None
     return PREFILL_SLAB_RECORDS_CHECKED if "records" in name else PREFILL_SLAB_CHECKED
 
 

@@ -10,6 +10,7 @@ Names in the tables: `FRESH_PINNED`, `SLAB_…`, `OURS_…` and `FLOOR` are what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import cycle
 from operator import countOf
 from typing import Any
@@ -56,6 +57,7 @@ FIXED_RECORDS = "ours fixed, records"
 FLAGS = "the flags alone"
 FLOOR = "floor"
 
+_FEW = 32
 _DTYPES = tuple((field.name, field.dtype) for field in COLUMNS.fields)
 
 
@@ -286,11 +288,16 @@ def write_checked(column: Column, data: npt.NDArray[Any], values: Any) -> None:
             return
     if countOf(map(type, values), column.usual) != len(values):
         raise TypeError("not a list of plain numbers")
-    column.pack(data, column.offset, *values)
+    if len(values) > _FEW:
+        partial(column.pack, data, column.offset)(*values)  # moves the values once less
+    else:
+        column.pack(data, column.offset, *values)
 
 
-def with_equal_fill(name: str) -> str:
-    """The slab that is filled as this strategy is."""
+def with_equal_fill(name: str) -> str | None:
+    """The slab that is filled as this strategy of ours is."""
+    if not name.startswith("ours"):
+        return None
     return SLAB_RECORDS if name.endswith("records") else SLAB_CHECKED
 
 

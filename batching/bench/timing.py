@@ -17,7 +17,7 @@ from batching.bench.strategies import Contender
 
 BUSY_SECONDS = 0.010
 """How much GPU work is queued before each batch of the section "queued"."""
-_SETTLE_EVERY = 4
+SETTLE_EVERY = 4
 """Batches between two synchronisations where the queue is to stay shallow; as many as a ring has slots."""
 _WARM_UP = 10
 _LONGEST_HOLD = 0.5
@@ -28,6 +28,9 @@ class Samples:
     """Nanoseconds of every batch, by repeat, and what is printed of them."""
 
     repeats: list[list[int]] = attrs.Factory(list)
+    rounds: list[list[float]] = attrs.Factory(list)
+    """The means of each round of them, where batches are timed in rounds: what only one batch of a round pays, as the
+    question whether copies are done, is a part of it. Of these the medians are."""
     quiet: list[list[int]] = attrs.Factory(list)
     """Of the section "queued": as many builds, each right after that work was over. The host waited for it as long, so
     that its caches and clock are as they are behind queued work."""
@@ -37,7 +40,7 @@ class Samples:
     @property
     def medians(self) -> list[float]:
         """One for each repeat, in microseconds."""
-        return [statistics.median(one) / 1e3 for one in self.repeats]
+        return [statistics.median(one) / 1e3 for one in self.rounds or self.repeats]
 
     @property
     def median(self) -> float:
@@ -75,6 +78,11 @@ class Samples:
             found["quiet_us"] = statistics.median(statistics.median(one) / 1e3 for one in self.quiet)
             found["of_quiet"] = self.of_quiet
         return found
+
+
+def rounds(times: Sequence[int]) -> list[float]:
+    """The means of `SETTLE_EVERY` batches each."""
+    return [statistics.mean(times[at : at + SETTLE_EVERY]) for at in range(0, len(times), SETTLE_EVERY)]
 
 
 class Machine:
@@ -157,10 +165,11 @@ def _idle_loop(machine: Machine, runner: Contender, count: int, samples: Samples
             flags_of(batch)
         times.append(clock() - start)
         del result
-        if number % _SETTLE_EVERY == _SETTLE_EVERY - 1:
+        if number % SETTLE_EVERY == SETTLE_EVERY - 1:
             machine.settle()
     machine.settle()
     samples.repeats.append(times)
+    samples.rounds.append(rounds(times))
 
 
 def _queued_loop(machine: Machine, runner: Contender, count: int, samples: Samples) -> None:

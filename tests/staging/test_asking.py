@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -231,6 +232,83 @@ def test_a_stream_that_somebody_may_destroy_is_asked_slot_by_slot(device: Hooked
     device.finish()
     assert old["column"].tolist() == [1] * 4
     assert device.violations == []
+
+
+def test_a_handle_that_was_somebody_elses_first_is_not_trusted_when_it_is_torchs(
+    device: Hooked, make_pool: MakePool
+) -> None:
+    """The old stream was destroyed with its copy queued, and torch got its number for one that lasts."""
+    pool = make_pool(device, slots=2, max_slots=2, timeout=0)
+    device.stream = 5
+    device.foreign.add(5)
+    old = batch(pool, 1)
+    device.copies[0].stream = -1
+    device.foreign.discard(5)
+    batch(pool, 2)
+    device.finish(1)
+    asked_about(pool, 2)
+    assert slots_of(pool) == [1]
+    device.finish()
+    assert old["column"].tolist() == [1] * 4
+    assert device.violations == []
+
+
+def test_a_stream_that_may_be_another_in_another_thread_is_healed_where_it_was_used(
+    device: Hooked, make_pool: MakePool
+) -> None:
+    """The handle of the per-thread default stream means as many streams as there are threads."""
+    pool = make_pool(device, slots=1, max_slots=1, timeout=0)
+    device.foreign.add(0)
+
+    def fail() -> None:
+        device.fail("copy", after=True)
+        with pytest.raises(RuntimeError, match="injected"):
+            batch(pool)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    device.finish_all()
+    with pytest.raises(PoolExhausted):
+        pool.lease(COLUMN, rows=4)
+    assert (pool.stats().quarantined, pool.stats().heals) == (1, 0)
+    fail_here = pool._ring.slots[0]
+    fail_here.holder = threading.get_ident()
+    pool.lease(COLUMN, rows=4).discard()
+    assert (pool.stats().quarantined, pool.stats().heals) == (0, 1)
+
+
+def test_a_slot_that_is_healed_while_a_later_upload_is_entered_is_asked_itself(
+    device: Hooked, make_pool: MakePool
+) -> None:
+    """As many uploads were made when it was healed as when the later one began, whose event is before its copy."""
+    pool = make_pool(device, slots=2, max_slots=2, timeout=0)
+    for value in range(2):
+        batch(pool, value)
+    device.finish_all()
+    bad, good = pool.lease(COLUMN, rows=4), pool.lease(COLUMN, rows=4)
+
+    def fail_and_heal() -> None:
+        device.fail("copy", after=True)
+        with pytest.raises(RuntimeError, match="injected"):
+            send(bad, 3)
+        with pytest.raises(PoolExhausted):
+            pool.lease(COLUMN, rows=4)
+
+    device.hook = fail_and_heal
+    send(good, 4)
+    assert pool.stats().heals == 1
+    device.finish()
+    asked_about(pool, 2)
+    assert slots_of(pool) == [1]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_question_reaches_no_further_than_the_ring(device: Hooked, make_pool: MakePool) -> None:
+    """Or each later no would cost a question more until it has come down."""
+    pool = make_pool(device, slots=3, max_slots=3, timeout=0)
+    questions(device, pool, 50)
+    assert pool._ring._reach == 3
 
 
 def test_a_write_into_a_slot_that_is_freed_by_anothers_event_is_found(device: Hooked, make_pool: MakePool) -> None:

@@ -56,7 +56,7 @@ def seam(runtime: Runtime | None, current: int = 0, *, alone: bool = False) -> C
     device._alone = alone
     device._current_device = lambda: current
     device._streams = {5: "stream 5"}  # type: ignore[dict-item]
-    device._lasting = {0}
+    device._lasting = {0: True}
     device._runtime = runtime  # type: ignore[assignment]
     if runtime is not None:
         device._memcpy, device._record = runtime.cudaMemcpyAsync, runtime.cudaEventRecord
@@ -160,4 +160,7 @@ def test_only_streams_of_torchs_own_last(
     device = seam(None)
     assert device.lasting(stream) is lasting
     now.cuda_stream, now.stream_id = 99, 99
-    assert device.lasting(stream) is lasting  # a stream that lasts is remembered
+    assert device.lasting(stream) is lasting  # what was found is remembered
+    if not lasting and current[0] == stream:
+        now.cuda_stream, now.stream_id = stream, 35
+        assert not device.lasting(stream)  # also where a stream of torch's gets the handle

@@ -151,6 +151,60 @@ def test_values_whose_reading_ends_the_lease_never_reach_a_slot_in_flight() -> N
     assert device.violations == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+@pytest.mark.parametrize("many", [True, False], ids=["in a list", "one for all"])
+def test_a_number_whose_value_ends_the_lease_never_reaches_a_slot_in_flight(dtype: torch.dtype, many: bool) -> None:
+    """Its class is one of the caller's, so asking for its value runs code of theirs: before anything is written."""
+    device = SimulatedDevice()
+    pool = StagingPool(device, slots=1, max_slots=1, timeout=0)
+    layout = Layout([Field("column", dtype)])
+    lease = pool.lease(layout, rows=4)
+
+    def value() -> int:
+        if lease.is_open:
+            lease.discard()
+            with pool.lease(layout, rows=4) as other:
+                other["column"] = 8
+                other.upload()
+        return 9
+
+    class Float(float):
+        def __float__(self) -> float:
+            return float(value())
+
+    class Int(int):
+        def __int__(self) -> int:
+            return value()
+
+        __index__ = __int__
+
+    number = Float(9) if dtype.is_floating_point else Int(9)
+    with pytest.raises(LeaseError, match="has ended"):
+        lease["column"] = [number, 9, 9, 9] if many else number
+    device.finish_all()
+    assert device.violations == []
+
+
+def test_a_name_whose_hash_ends_the_lease_never_reaches_a_slot_in_flight() -> None:
+    """Looking up a name of a class of the caller's runs code of theirs: before the lease is asked."""
+    device = SimulatedDevice()
+    pool = StagingPool(device, slots=1, max_slots=1, timeout=0)
+    lease = pool.lease(COLUMN, rows=4)
+
+    class Name(str):
+        def __hash__(self) -> int:
+            if lease.is_open:
+                lease.discard()
+                send(pool, 8)
+            return str.__hash__(self)
+
+    with pytest.raises(LeaseError, match="has ended"):
+        lease[Name("column")] = [9] * 4
+    device.finish_all()
+    assert device.violations == []
+    assert type(Field(Name("column"), torch.int32).name) is str
+
+
 def test_an_event_that_cannot_be_waited_for_leaves_the_lease_open() -> None:
     """Nothing was queued: no quarantine, and the upload can be tried again."""
     device = SimulatedDevice()

@@ -83,6 +83,21 @@ def test_the_list_that_is_packed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch
     assert given[0] is not values
 
 
+def test_nothing_is_packed_that_does_not_begin_with_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All would be written out before one is refused: a list of large arrays, say."""
+    monkeypatch.setattr("staging._fill.marshal", None)
+    assert small_integers([np.zeros(3), 1]) is None
+    assert small_integers([]) is None
+
+
+def test_an_audit_hook_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dumps(values: Any, version: int) -> bytes:
+        raise PermissionError("marshal.dumps")
+
+    monkeypatch.setattr("staging._fill.marshal", SimpleNamespace(dumps=dumps))
+    assert small_integers([1, 2]) is None
+
+
 @given(data=st.binary(max_size=60))
 def test_bytes_that_look_like_packed_integers_are_no_integers(data: bytes) -> None:
     """Whatever a value's own bytes are, its code is not that of an integer."""
