@@ -136,8 +136,8 @@ mutation(
 mutation(
     "a refused column counts as written",
     LEASE,
-    "self._written &= ~place.bit\n        write_column",
-    "write_column",
+    "self._written &= ~place.bit\n        # Into",
+    "# Into",
     f"{LAYOUTS}::test_a_refused_column_counts_as_unwritten",
 )
 mutation(
@@ -351,7 +351,7 @@ mutation(
 mutation(
     "late comers overtake who waits",
     RING,
-    "left = self._ahead_of(ticket) if self.waiting else 0",
+    "left = self._ahead_of(turn) if self.waiting else 0",
     "left = 0",
     f"{RINGS}::test_whoever_waits_is_served_before_whoever_comes_later",
 )
@@ -438,8 +438,10 @@ mutation(
     "a slot seen done is let go only when all else is done",
     RING,
     """_lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
-        self._enter(slot, _FREE)""",
-    """self._enter(slot, _FREE)
+        slot.state = _FREE
+        slot.since = now""",
+    """slot.state = _FREE
+        slot.since = now
         _lifetime.held.discard(slot)""",
     "staging/test_lifetime.py::test_an_interrupt_when_the_event_was_seen_done_keeps_nothing",
 )
@@ -648,10 +650,73 @@ mutation(
     "staging/test_small_integers.py::test_a_list_of_another_length_is_refused",
 )
 mutation(
+    "an event answers for a slot that was healed while it was recorded",
+    RING,
+    "slot.healed_at < later.behind",
+    "slot.healed_at <= later.behind",
+    "staging/test_asking.py::test_a_slot_that_is_healed_while_a_later_upload_is_entered_is_asked_itself",
+)
+mutation(
+    "a stream of one thread's is healed in another",
+    RING,
+    "if slot.state is _QUARANTINED and not slot.lasting and slot.holder != get_ident():",
+    "if False:",
+    "staging/test_asking.py::test_a_stream_that_may_be_another_in_another_thread_is_healed_where_it_was_used",
+)
+mutation(
+    "a question reaches beyond the ring",
+    RING,
+    " and self._reach < len(self.slots)",
+    "",
+    "staging/test_asking.py::test_a_question_reaches_no_further_than_the_ring",
+)
+mutation(
+    "who was interrupted while it waited is kept a slot for",
+    RING,
+    "if other is None:",
+    "if False:",
+    "staging/test_interrupts.py::test_an_interrupt_anywhere_loses_no_slot[giving_up-False]",
+)
+mutation(
+    "a name of the caller's class is looked up behind the check",
+    LEASE,
+    "            and type(name) is str",
+    "            and True",
+    "staging/test_reentry.py::test_a_name_whose_hash_ends_the_lease_never_reaches_a_slot_in_flight",
+)
+mutation(
+    "numbers are written while code of the caller's says their value",
+    LEASE,
+    "written_aside: npt.NDArray[Any] = np.empty(place.shape, place.numpy_dtype)",
+    "written_aside: npt.NDArray[Any] = self._column(place)",
+    "staging/test_reentry.py::test_a_number_whose_value_ends_the_lease_never_reaches_a_slot_in_flight",
+)
+mutation(
+    "a field keeps a name of the caller's class",
+    "staging/layout.py",
+    "if type(self.name) is not str:",
+    "if False:",
+    "staging/test_reentry.py::test_a_name_whose_hash_ends_the_lease_never_reaches_a_slot_in_flight",
+)
+mutation(
+    "all of a list is written out before its first value is looked at",
+    "staging/_fill.py",
+    "if not values or type(values[0]) is not int:",
+    "if False:",
+    "staging/test_small_integers.py::test_nothing_is_packed_that_does_not_begin_with_an_integer",
+)
+mutation(
+    "an audit hook that forbids marshal forbids writing",
+    "staging/_fill.py",
+    "except Exception:",
+    "except ValueError:",
+    "staging/test_small_integers.py::test_an_audit_hook_that_forbids_it_is_no_error",
+)
+mutation(
     "an event answers for uploads on other streams",
     RING,
-    "return slot.stream == later.stream and slot.upload",
-    "return slot.upload",
+    "        slot.stream == later.stream\n        and slot.lasting",
+    "        slot.lasting",
     "staging/test_asking.py::test_between_streams_those_of_the_own_are_freed",
 )
 mutation(
@@ -678,29 +743,29 @@ mutation(
 mutation(
     "an event answers for a slot that was healed after it",
     RING,
-    " and slot.healed_at < later.behind",
+    "        and slot.healed_at < later.behind\n",
     "",
     "staging/test_asking.py::test_a_healed_slot_is_asked_itself",
 )
 mutation(
     "an event answers for streams that somebody may destroy",
     RING,
-    " and self._device.lasting(last.stream):",
-    ":",
-    "staging/test_asking.py::test_a_stream_that_somebody_may_destroy_is_asked_slot_by_slot",
+    "        and slot.lasting\n",
+    "",
+    "staging/test_asking.py::test_a_handle_that_was_somebody_elses_first_is_not_trusted_when_it_is_torchs",
 )
 mutation(
     "every stream is said to last",
     "staging/_cuda.py",
-    "(stream == _LEGACY_DEFAULT or now.stream_id != stream)",
+    "now.stream_id != stream",
     "True",
     "staging/test_cuda_calls.py::test_only_streams_of_torchs_own_last",
 )
 mutation(
     "a stream that is not current is said to last",
     "staging/_cuda.py",
-    "if now.cuda_stream == stream and",
-    "if",
+    "if now.cuda_stream != stream:",
+    "if False:",
     "staging/test_cuda_calls.py::test_only_streams_of_torchs_own_last",
 )
 mutation(
@@ -876,8 +941,8 @@ mutation(
 mutation(
     "who comes late may not even have what the others leave",
     RING,
-    "if ticket in self.waiting else len(self.waiting)",
-    "if ticket in self.waiting else len(self.slots)",
+    "        return ahead",
+    "        return ahead if turn is not None else len(self.slots)",
     f"{RINGS}::test_a_newcomer_gets_what_is_left_for_those_who_wait",
 )
 mutation(
@@ -1430,8 +1495,8 @@ mutation(
 mutation(
     "the caller's code runs between check and write",
     LEASE,
-    "values = readable(values)",
-    "pass",
+    '        self._check_open("write")\n        self._column(place)',
+    "        self._column(place)",
     f"{REENTRY}::test_values_whose_reading_ends_the_lease_never_reach_a_slot_in_flight",
 )
 mutation(

@@ -81,8 +81,8 @@ def as_json(about: dict[str, Any], settings: Settings, results: Results) -> dict
 def _host(results: Results) -> list[str]:
     assert results.host
     parts = [
-        "## Host time of building a batch\n\nMicroseconds by number of rows, flags included (not in the floor): medians "
-        f"over rounds of {SETTLE_EVERY} batches, of one batch. Nothing is queued but the last few uploads.",
+        "## Host time of building a batch\n\nMicroseconds by number of rows, flags included (not in the floor): of one "
+        f"batch, medians over rounds of {SETTLE_EVERY}. Nothing is queued but the last few uploads.",
         _overview(results.host),
     ]
     for rows, samples in results.host.items():

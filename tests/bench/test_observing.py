@@ -42,6 +42,6 @@ def test_the_parts_are_those_of_one_upload():
     """Each is there once for each repeat, and none is nothing."""
     with observing.StagingPool("cpu") as pool:
         found = observing.parts(Machine(CPU), pool, 3, seed=0, repeats=2, count=8)
-        assert pool.stats().uploads == 16
+        assert pool.stats().uploads == 3 * 16
     assert list(found) == [*observing._PARTS[:8], observing.CONDUCTING, observing.COLD, observing.FREE_SLOT]
     assert all(len(times) == 2 and min(times) > 0 for times in found.values())
