@@ -715,8 +715,8 @@ mutation(
 mutation(
     "an event answers for uploads on other streams",
     RING,
-    "        slot.stream == later.stream\n        and slot.lasting",
-    "        slot.lasting",
+    "slot.stream == later.stream and slot.lasting",
+    "slot.lasting",
     "staging/test_asking.py::test_between_streams_those_of_the_own_are_freed",
 )
 mutation(
@@ -743,15 +743,15 @@ mutation(
 mutation(
     "an event answers for a slot that was healed after it",
     RING,
-    "        and slot.healed_at < later.behind\n",
+    " and slot.healed_at < later.behind",
     "",
     "staging/test_asking.py::test_a_healed_slot_is_asked_itself",
 )
 mutation(
     "an event answers for streams that somebody may destroy",
     RING,
-    "        and slot.lasting\n",
-    "",
+    " and slot.lasting and slot.upload",
+    " and slot.upload",
     "staging/test_asking.py::test_a_handle_that_was_somebody_elses_first_is_not_trusted_when_it_is_torchs",
 )
 mutation(
