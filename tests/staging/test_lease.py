@@ -555,7 +555,7 @@ def test_a_list_that_was_cut_off_counts_as_unwritten(make_pool: MakePool, monkey
     """Its first values are in the slot when the last one does not fit; an interrupt comes before all is checked."""
     with make_pool("cpu", slots=1).lease(COLUMN, rows=2) as lease:
         lease["column"] = [1, 2]
-        monkeypatch.setattr("staging.lease.readable", lambda values: iter(()).__next__())
+        monkeypatch.setattr(Lease, "_place", lambda self, name: iter(()).__next__())
         with pytest.raises(StopIteration):
             lease["column"] = [3, 1 << 40]
         monkeypatch.undo()
