@@ -435,17 +435,6 @@ mutation(
     "staging/test_destination.py::test_another_stream_comes_behind_the_zeros",
 )
 mutation(
-    "a slot seen done is let go only when all else is done",
-    RING,
-    """_lifetime.held.discard(slot)  # first: an interrupt behind it is one of a slot to be asked again
-        slot.state = _FREE
-        slot.since = now""",
-    """slot.state = _FREE
-        slot.since = now
-        _lifetime.held.discard(slot)""",
-    "staging/test_lifetime.py::test_an_interrupt_when_the_event_was_seen_done_keeps_nothing",
-)
-mutation(
     "closing says nothing of an upload that goes on",
     POOL,
     " or s in _lifetime.held]",
@@ -673,8 +662,8 @@ mutation(
 mutation(
     "who was interrupted while it waited is kept a slot for",
     RING,
-    "if other is None:",
-    "if False:",
+    "self.known = weakref.ref(self)",
+    "self.known = lambda: self",
     "staging/test_interrupts.py::test_an_interrupt_anywhere_loses_no_slot[giving_up-False]",
 )
 mutation(

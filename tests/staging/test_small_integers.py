@@ -85,9 +85,11 @@ def test_the_list_that_is_packed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_packed_that_does_not_begin_with_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:
     """All would be written out before one is refused: a list of large arrays, say."""
-    monkeypatch.setattr("staging._fill.marshal", None)
+    packed: list[Any] = []
+    monkeypatch.setattr("staging._fill.marshal", SimpleNamespace(dumps=lambda values, version: packed.append(values)))
     assert small_integers([np.zeros(3), 1]) is None
     assert small_integers([]) is None
+    assert packed == []
 
 
 def test_an_audit_hook_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
