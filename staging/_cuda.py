@@ -182,8 +182,8 @@ class CudaDevice:
     def _is_direct(self, stream: int) -> bool:
         """Whether the runtime may be asked on this stream, where there are several devices.
 
-        Ours has to be current, or the call might open a context on another one; and
-        the handles of default streams are those of whichever device is current for the runtime, which torch sets late.
+        Ours has to be current, or the call might open a context on another one; and the handles of default streams are
+        those of whichever device is current for the runtime, which torch sets late.
         """
         return self._runtime is not None and stream > _LAST_DEFAULT and self._current_device() == self._index
 

@@ -74,7 +74,7 @@ class Slot:
         self.generation = 0
         """Goes up when a lease begins and when it ends, so a lease is alive exactly while the number is its own."""
         self.holder = 0
-        """Thread that took the open lease."""
+        """Thread that took the open lease; of a quarantined slot, that of the upload that failed."""
         self.upload = 0
         """Number of the last upload from here, counted from 1 over the pool; 0 before the first."""
         self.behind = -1

@@ -741,7 +741,7 @@ mutation(
     RING,
     " and slot.lasting and slot.upload",
     " and slot.upload",
-    "staging/test_asking.py::test_a_handle_that_was_somebody_elses_first_is_not_trusted_when_it_is_torchs",
+    "staging/test_asking.py::test_a_stream_that_somebody_may_destroy_is_asked_slot_by_slot",
 )
 mutation(
     "every stream is said to last",

@@ -14,11 +14,10 @@ import torch
 
 from batching.bench.batches import all_new, differences, expected_columns
 from batching.bench.strategies import FRESH_PINNED, OURS_COLUMNS, OURS_RECORDS, Build, FreshPinned, Ours
-from batching.bench.timing import NoCollection
+from batching.bench.timing import SETTLE_EVERY, NoCollection
 from staging import StagingPool
 
 _ROWS = 16
-_SETTLE_EVERY = 4
 _WARM_PART = 10
 
 
@@ -49,7 +48,7 @@ def ways(device: torch.device, pool: StagingPool) -> dict[str, Build]:
 @contextmanager
 def threads_pool(device: str | torch.device, threads: int) -> Iterator[StagingPool]:
     """As deep as so many threads need, each with a few batches in flight; all of it made before."""
-    with StagingPool(device, slots=threads * (_SETTLE_EVERY + 1), name="bench threads") as pool:
+    with StagingPool(device, slots=threads * (SETTLE_EVERY + 1), name="bench threads") as pool:
         pool.warm()
         yield pool
 
@@ -77,7 +76,7 @@ def run(device: torch.device, build: Build, threads: int, batches: int, seed: in
                 start = clock()
                 tensors = build(batch)
                 times[number, step] = clock() - start
-                if step % _SETTLE_EVERY == _SETTLE_EVERY - 1:
+                if step % SETTLE_EVERY == SETTLE_EVERY - 1:
                     settle()
             settle()
             wrong.extend(differences(tensors, expected_columns(batch.requests), device))

@@ -175,9 +175,14 @@ def test_a_lease_that_ends_while_a_list_is_packed_writes_nothing(
         return small_integers(values)
 
     monkeypatch.setattr("staging.lease.small_integers", ending)
-    with pytest.raises(LeaseError, match="ended"):
+    told = None
+    try:
         lease["column"] = [9] * MANY
+    except LeaseError as error:
+        told = str(error)
     assert successor[0].upload()["column"].tolist() == [8] * MANY
+    assert told is not None
+    assert "ended" in told
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python code makes a buffer since 3.12")
