@@ -100,8 +100,7 @@ class Lease:
             if kind is list or kind is tuple:
                 if column.small:
                     numbers = small_integers(values)
-                    if slot.generation != self._generation:  # by code of the caller's that ran in it
-                        self._check_open("write")
+                    self._check_open("write")  # again: code of the caller's may have run in it
                     column.small = numbers is not None
                     if numbers is not None and len(numbers) == column.length:
                         column.array.reshape(-1)[:] = numbers

@@ -58,6 +58,7 @@ FLAGS = "the flags alone"
 FLOOR = "floor"
 
 _FEW = 32
+"""Values up to which they are packed faster without a `partial`."""
 _DTYPES = tuple((field.name, field.dtype) for field in COLUMNS.fields)
 
 
